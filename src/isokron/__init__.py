@@ -1,0 +1,50 @@
+"""Kronecker-factored curvature: optimizers that train faster, and training-data attribution.
+
+Names are imported on first use (PEP 562), so `import isokron` costs nothing and needs no torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from isokron._version import __version__
+
+if TYPE_CHECKING:
+    from isokron import linalg, optim, race, tasks
+    from isokron.optim import AdamW, Muon, Preconditioned, SignDescent, param_groups
+    from isokron.tasks import Task
+
+_HOMES = {
+    "AdamW": "isokron.optim",
+    "Muon": "isokron.optim",
+    "Preconditioned": "isokron.optim",
+    "SignDescent": "isokron.optim",
+    "param_groups": "isokron.optim",
+    "Task": "isokron.tasks",
+}
+_FOLDERS = ("linalg", "optim", "race", "tasks")
+
+__all__ = [
+    "AdamW",
+    "Muon",
+    "Preconditioned",
+    "SignDescent",
+    "Task",
+    "__version__",
+    "linalg",
+    "optim",
+    "param_groups",
+    "race",
+    "tasks",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _FOLDERS:
+        return importlib.import_module(f"isokron.{name}")
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'isokron' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

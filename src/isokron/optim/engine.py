@@ -1,0 +1,246 @@
+"""The engine every optimizer runs on.
+
+Observations are folded into statistics, statistics become an operator, and the operator is
+applied to a gradient. An optimizer overrides what is its own (`init_state`, `observe`, `refresh`,
+`direction`); cutting parameters into blocks and stacking equal ones, missing gradients, the first
+moment, grafting, weight decay, cadence, checks and checkpoints are the same for all and live here.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from isokron.optim import checkpoint
+from isokron.optim.blocks import Batch, Row, is_matrix
+from isokron.optim.checks import all_finite, check_gradients, nonfinite_names
+from isokron.optim.grafting import graft, graft_direction
+from isokron.optim.groups import (
+    SHARED,
+    check_group,
+    check_param,
+    check_spelling,
+    learning_rate,
+    param_name,
+)
+from isokron.optim.moments import first_moment_
+from isokron.optim.plan import Plan, build_plan
+
+logger = logging.getLogger(__name__)
+
+Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
+
+
+class Preconditioned(torch.optim.Optimizer):
+    """Blocks of parameters, stepped along a preconditioned first moment.
+
+    As it stands the preconditioner is the identity (gradient descent with momentum). Matrices get
+    the method; vectors, scalars and groups with route="adamw" get AdamW.
+    """
+
+    order: ClassVar[int | None] = None  # merge dimensions until blocks have so many
+    debias: ClassVar[bool] = True  # False where the direction ignores the moment's scale
+
+    def __init__(self, params: Params, lr: float | Tensor, **settings: Any) -> None:
+        self._plans: list[Plan] = []
+        self.skipped_steps = 0
+        super().__init__(params, {**SHARED, "lr": lr, **settings})
+
+    # What an optimizer is made of. `grad` and `moment`: [B, ...], read-only.
+
+    def init_state(self, batch: Batch, group: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The method's state for a batch of B blocks: tensors [B, ...] under plain names."""
+        return {}
+
+    def observe(self, grad: Tensor, state: dict[str, Tensor], group: Mapping[str, Any]) -> None:
+        """Fold a gradient into the statistics, in place."""
+
+    def refresh(self, state: dict[str, Tensor], group: Mapping[str, Any]) -> None:
+        """Make the statistics an operator, in place. Called for the rows that are due."""
+
+    def direction(
+        self, moment: Tensor, state: dict[str, Tensor], group: Mapping[str, Any]
+    ) -> Tensor:
+        """Apply the operator. `state["step"]` broadcasts over the batch."""
+        return moment
+
+    def takes(self, param: Tensor, group: Mapping[str, Any]) -> bool:
+        """Whether the method steps this parameter; what it does not take goes to AdamW."""
+        return group["route"] == "auto" and is_matrix(param.shape, group["stacked"])
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        """Raise a ValueError for settings of the method's own that cannot be right."""
+
+    # The contract of torch.optim.
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group at any time; the batches of the others stay as they are."""
+        known = [*self.defaults, "name", "initial_lr"]
+        check_spelling(type(self).__name__, param_group, known)
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            check_group(type(self).__name__, group)
+            self.check(group)
+            for i, param in enumerate(group["params"]):
+                check_param(type(self).__name__, param_name(group, i), param, group)
+        except Exception:
+            self.param_groups.pop()
+            raise
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self._gradients_fit():
+            return loss
+        for group, plan in zip(self.param_groups, self._current_plans(), strict=True):
+            copies: dict[Tensor, Tensor] = {}
+            for batch in plan.batches:
+                self._step_batch(batch, group, copies)
+            for param, copy in copies.items():
+                param.copy_(copy)
+            for fused in plan.fused:
+                if fused.step_(group):
+                    plan.publish_fused(fused, self.state)
+        return loss
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Resume from a state dict, to the bit; half-precision parameters keep float32 state."""
+        # Registered last, so that it runs after the user's own hooks.
+        handle = self.register_load_state_dict_pre_hook(checkpoint.shield)
+        before = {"state": self.state, "param_groups": self.param_groups}
+        try:
+            super().load_state_dict(dict(state_dict))
+        except Exception:
+            self.__setstate__(before)
+            raise
+        finally:
+            handle.remove()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._plans = []
+        self.__dict__.setdefault("skipped_steps", 0)
+        for group in self.param_groups:
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)  # a checkpoint of torch.optim's AdamW has fewer
+        checkpoint.unshield(self.state)
+        if self.state:
+            self._current_plans()
+
+    # One step, piece by piece.
+
+    def _gradients_fit(self) -> bool:
+        """Whether to step at all; raises before any state has changed."""
+        for group in self.param_groups:
+            check_gradients(type(self).__name__, group)
+        for mode in ("raise", "skip"):
+            groups = [group for group in self.param_groups if group["nonfinite"] == mode]
+            grads = [p.grad for group in groups for p in group["params"] if p.grad is not None]
+            if not grads or all_finite(grads):
+                continue
+            names = ", ".join(nonfinite_names(groups))
+            if mode == "raise":
+                raise FloatingPointError(
+                    f"{type(self).__name__}: non-finite gradient of parameter {names}; nothing "
+                    "was changed. Clip or unscale gradients before the step, or pass "
+                    'nonfinite="skip"'
+                )
+            self.skipped_steps += 1
+            logger.warning("skipped a step: non-finite gradient of parameter %s", names)
+            return False
+        return True
+
+    def _current_plans(self) -> list[Plan]:
+        """One plan a group, built when the group is first seen or its parameters have changed."""
+        for i, group in enumerate(self.param_groups):
+            if i < len(self._plans) and self._plans[i].holds(group["params"]):
+                continue
+            plan = build_plan(group, self.takes, self.order)
+            for batch in plan.batches:
+                batch.state = self._full_state(batch, group)
+            checkpoint.adopt(plan, self.state, group, type(self).__name__)
+            plan.publish(self.state)
+            self._plans[i : i + 1] = [plan]
+        return self._plans
+
+    def _full_state(self, batch: Batch, group: Mapping[str, Any]) -> dict[str, Tensor]:
+        state = {}
+        if group["momentum"] > 0:
+            state["momentum"] = batch.zeros()
+        if group["graft"] not in (None, "sgd"):
+            state["graft"] = batch.zeros()
+        return {**state, **self.init_state(batch, group)}
+
+    def _step_batch(
+        self, batch: Batch, group: Mapping[str, Any], copies: dict[Tensor, Tensor]
+    ) -> None:
+        present = batch.present()
+        if not present:
+            return
+        whole = len(present) == len(batch.rows)
+        at = None if whole else torch.tensor(present)
+        state = batch.select(at)
+        batch.step[slice(None) if at is None else at] += 1
+        step = batch.step if at is None else batch.step[at]
+        state["step"] = step.to(batch.device).view(-1, *[1] * len(batch.shape))
+
+        rows = [batch.rows[i] for i in present]
+        grad = batch.stack([row.param.grad for row in rows if row.param.grad is not None], rows)
+        if group["maximize"]:
+            grad = -grad
+        if group["weight_decay"] and group["decay"] == "l2":
+            weights = batch.stack([row.param for row in rows], rows)
+            grad = grad.add(weights, alpha=group["weight_decay"])
+        update = self._advance(grad, state, step, group)
+        batch.put_(state, at)
+
+        blocks = [_writable(row, copies) for row in rows]
+        lr = learning_rate(group)
+        if group["weight_decay"] and group["decay"] == "decoupled":
+            torch._foreach_mul_(blocks, 1 - lr * group["weight_decay"])
+        torch._foreach_sub_(blocks, (update * lr).unbind())
+
+    def _advance(
+        self, grad: Tensor, state: dict[str, Tensor], step: Tensor, group: Mapping[str, Any]
+    ) -> Tensor:
+        """Observe, refresh what is due, and return the update. [B, ...]"""
+        self.observe(grad, state, group)
+        moment = grad
+        if group["momentum"] > 0:
+            counted = state["step"] if self.debias else None
+            moment = first_moment_(
+                state["momentum"], grad, group["momentum"], group["nesterov"], counted
+            )
+        every, start = group["every"], group["start"] or group["every"]
+        due = ((step % every == 0) & (step > start)) | (step == start)
+        if due.all():
+            self.refresh(state, group)
+        elif due.any():
+            at = due.nonzero().squeeze(1).to(grad.device)
+            some = {key: value[at] for key, value in state.items()}
+            self.refresh(some, group)
+            for key, value in state.items():
+                value[at] = some[key]
+        update = self.direction(moment, state, group)
+        if group["graft"] is None:
+            return update
+        simple = graft_direction(grad, moment, state, group)
+        update = graft(update, simple)
+        # until its first refresh the method knows nothing: the grafted one steps alone
+        return torch.where(state["step"] < start, simple, update) if start > 1 else update
+
+
+def _writable(row: Row, copies: dict[Tensor, Tensor]) -> Tensor:
+    """The row's block as a view to write into: of the parameter, or of a copy kept for the step."""
+    param = copies.get(row.param, row.param)
+    try:
+        return row.block.view(param)
+    except RuntimeError:  # strides that do not merge, such as channels_last
+        copies[row.param] = param.contiguous(memory_format=torch.contiguous_format)
+        return row.block.view(copies[row.param])

@@ -1,0 +1,240 @@
+"""Which parameters are matrices of a layer, and which AdamW should step: by what they are."""
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
+
+from isokron.optim.blocks import is_matrix
+
+EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.LocalResponseNorm, _NormBase)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "matrices": {"route": "auto"},
+    "embeddings": {"route": "adamw"},
+    "heads": {"route": "adamw"},
+    "filters": {"route": "adamw"},
+    "norms": {"route": "adamw", "weight_decay": 0.0},
+    "vectors": {"route": "adamw", "weight_decay": 0.0},
+}
+Parts = int | Sequence[int]
+
+
+def param_groups(
+    model: nn.Module,
+    *,
+    adamw: Sequence[str] = (),
+    method: Sequence[str] = (),
+    stacked: Sequence[str] | Mapping[str, int] = (),
+    split: Mapping[str, Parts] | None = None,
+    lr_scale: Mapping[str, float] | None = None,
+    weight_decay: Mapping[str, float] | None = None,
+) -> list[dict[str, Any]]:
+    """Parameter groups for any isokron optimizer, found by module type. Frozen ones are left out.
+
+    Embeddings (also one tied to a head), the output head, depthwise filters, norms and biases go
+    to AdamW, the last two without weight decay; every other matrix gets the method. A LoRA pair
+    follows the layer it adapts. The input projection of nn.MultiheadAttention counts as three
+    matrices and a grouped convolution as one a group.
+
+    The rest are overrides by name pattern ("blocks.*.wq.weight"), the first match winning:
+    `adamw`, `method`: who steps it. `stacked`: weights [experts, m, n] that count as that many
+    matrices (a mapping gives the number of leading dimensions). `split`: fused projections, as
+    a number of equal parts or their sizes. `lr_scale`: factors on the schedule. `weight_decay`.
+    """
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not named:
+        raise ValueError("param_groups: the model has no parameter that requires a gradient")
+    owners = _owners(model)
+    kinds = _kinds(model, owners)
+    stacking = stacked if isinstance(stacked, Mapping) else dict.fromkeys(_listed(stacked), 1)
+    to_adamw = _matches(_listed(adamw), named, "adamw")
+    to_method = _matches(_listed(method), named, "method")
+    overrides = {
+        "stacked": _lookup(stacking, named, "stacked"),
+        "split": _lookup(split or {}, named, "split"),
+        "lr_scale": _lookup(lr_scale or {}, named, "lr_scale"),
+        "weight_decay": _lookup(weight_decay or {}, named, "weight_decay"),
+    }
+    both = sorted(to_adamw & to_method)
+    if both:
+        raise ValueError(f"param_groups: {both[0]!r} matches both adamw and method; keep one")
+
+    groups: dict[str, dict[str, Any]] = {}
+    for name, param in named.items():
+        kind = kinds[param]
+        settings = {**SETTINGS[kind], **_layout(param, owners[param])}
+        if name in to_method:
+            if not is_matrix(param.shape):
+                raise ValueError(
+                    f"param_groups: method matches {name!r} of shape {tuple(param.shape)}, "
+                    "which is not a matrix; only matrices can get the method"
+                )
+            settings["route"] = "auto"
+        elif name in to_adamw:
+            settings["route"] = "adamw"
+        settings |= {key: found[name] for key, found in overrides.items() if name in found}
+        if settings["route"] == "adamw":  # AdamW works element by element
+            for key in ("stacked", "split", "split_dim"):
+                settings.pop(key, None)
+        group = groups.setdefault(repr((kind, settings)), {"name": kind, **settings, "params": []})
+        group["params"].append((name, param))
+    return list(groups.values())
+
+
+def _kinds(model: nn.Module, owners: Mapping[Tensor, list[nn.Module]]) -> dict[Tensor, str]:
+    """What every parameter is: a key of SETTINGS."""
+    pairs = _adapters(model)
+    heads = _heads(model, set(pairs))
+
+    def kind(param: Tensor) -> str:
+        mine = owners[param]
+        if any(isinstance(module, EMBEDDINGS) for module in mine):
+            return "embeddings"
+        if any(isinstance(module, NORMS) for module in mine):
+            return "norms"
+        if not is_matrix(param.shape):
+            return "vectors"
+        if param in heads:
+            return "heads"
+        if any(isinstance(m, _ConvNd) and m.groups == m.in_channels > 1 for m in mine):
+            return "filters"
+        return "matrices"
+
+    kinds = {param: kind(param) for param in owners}
+    for param, base in pairs.items():
+        if kinds[base] in ("embeddings", "heads"):
+            kinds[param] = kinds[base]
+    return kinds
+
+
+def _owners(model: nn.Module) -> dict[Tensor, list[nn.Module]]:
+    """Every module that holds a parameter; a tied one has several."""
+    owners: dict[Tensor, list[nn.Module]] = {}
+    for module in model.modules():
+        for param in module.parameters(recurse=False):
+            owners.setdefault(param, []).append(module)
+    return owners
+
+
+def _layout(param: Tensor, owners: Iterable[nn.Module]) -> dict[str, Any]:
+    """How a parameter is several matrices, where its module's type says so."""
+    for module in owners:
+        if isinstance(module, nn.MultiheadAttention) and param is module.in_proj_weight:
+            return {"split": 3, "split_dim": 0}
+        if isinstance(module, _ConvNd) and module.groups > 1 and param is module.weight:
+            return {"split": module.groups, "split_dim": 0}
+        if _is_transposed(module) and param is module.weight:
+            return {"split_dim": 1}
+    return {}
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    """GPT-2's Conv1D: a linear layer that keeps its weight as [in, out]."""
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+
+
+def _heads(model: nn.Module, adapters: set[Tensor]) -> set[Tensor]:
+    """The weights of the output layer.
+
+    Models that say which it is are asked (`get_output_embeddings`). Else it is the last linear
+    layer, if others come before it and it does not sit inside one of several like blocks.
+    """
+    said = getattr(model, "get_output_embeddings", None)
+    head = said() if callable(said) else None
+    if isinstance(head, nn.Module) and isinstance(getattr(head, "weight", None), Tensor):
+        return {head.weight}  # type: ignore[arg-type]
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if (isinstance(module, nn.Linear) or _is_transposed(module))
+        and module.weight not in adapters
+    }
+    matrices = [p for p in model.parameters() if is_matrix(p.shape) and p not in adapters]
+    if not layers or len(matrices) < 2:
+        return set()
+    name, last = list(layers.items())[-1]
+    return set() if _in_repeated_block(model, name) else {last.weight}
+
+
+def _in_repeated_block(model: nn.Module, name: str) -> bool:
+    """Whether an ancestor of this module, below the model, has a sibling of its own class."""
+    path = name.split(".")
+    for depth in range(1, len(path)):
+        parent = model.get_submodule(".".join(path[: depth - 1]))
+        ancestor = parent.get_submodule(path[depth - 1])
+        alike = [child for child in parent.children() if type(child) is type(ancestor)]
+        if len(alike) > 1:
+            return True
+    return False
+
+
+def _adapters(model: nn.Module) -> dict[Tensor, Tensor]:
+    """LoRA pairs: two matrices beside a weight [m, n], of shapes [r, n] and [m, r], r < min(m, n).
+
+    They are looked for in the module that holds the weight (or its wrapper) and in its containers
+    of adapters, each mapped to the weight they adapt.
+    """
+    found: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        near = _nearby(module)
+        for base in near:
+            others = [p for p in near if p is not base and p not in found]
+            for first, second in itertools.permutations(others, 2):
+                if _is_pair(base, first, second):
+                    found[first] = found[second] = base
+    return found
+
+
+def _nearby(module: nn.Module) -> list[Tensor]:
+    """Matrices of a module that adapts one layer: its own, its layer's and its adapters'."""
+    containers = (nn.ModuleDict, nn.ParameterDict, nn.ParameterList, nn.ModuleList)
+    near: list[Tensor] = list(module.parameters(recurse=False))
+    for child in module.children():
+        if isinstance(child, containers):
+            near += [p for leaf in child.children() for p in leaf.parameters(recurse=False)]
+        near += child.parameters(recurse=False)
+    near = [p for p in near if p.ndim == 2]
+    return near if 3 <= len(near) <= 64 else []  # a long list of matrices is no adapter
+
+
+def _is_pair(base: Tensor, down: Tensor, up: Tensor) -> bool:
+    """Whether up·down, or its transpose, is a low-rank change of the weight."""
+    rank = down.size(0)
+    product = (up.size(0), down.size(1))
+    return (
+        up.size(1) == rank < min(base.shape)
+        and torch.Size(product) in (base.shape, base.shape[::-1])
+        and down is not up
+    )
+
+
+def _listed(patterns: Sequence[str] | str) -> Sequence[str]:
+    return [patterns] if isinstance(patterns, str) else patterns
+
+
+def _matches(patterns: Iterable[str], named: Mapping[str, Tensor], argument: str) -> set[str]:
+    return set(_lookup(dict.fromkeys(patterns, True), named, argument))
+
+
+def _lookup(
+    patterns: Mapping[str, Any], named: Mapping[str, Tensor], argument: str
+) -> dict[str, Any]:
+    """Per name, the value of the first pattern that matches; each pattern must match one."""
+    found: dict[str, Any] = {}
+    for pattern, value in patterns.items():
+        hits = [name for name in named if fnmatchcase(name, pattern)]
+        if not hits:
+            raise ValueError(
+                f"param_groups: {argument} pattern {pattern!r} matches no trainable parameter; "
+                f"names look like {', '.join(list(named)[:3])}"
+            )
+        for name in hits:
+            found.setdefault(name, value)
+    return found
