@@ -84,6 +84,11 @@ class Preconditioned(torch.optim.Optimizer):
         try:
             check_group(type(self).__name__, group)
             self.check(group)
+            if len(set(group["params"])) < len(group["params"]):
+                raise ValueError(
+                    f"{type(self).__name__}: a parameter is in a group twice and would be "
+                    "stepped twice; pass it once"
+                )
             for i, param in enumerate(group["params"]):
                 check_param(type(self).__name__, param_name(group, i), param, group)
         except Exception:
@@ -109,6 +114,16 @@ class Preconditioned(torch.optim.Optimizer):
                     plan.publish_fused(fused, self.state)
         return loss
 
+    def state_dict(self) -> dict[str, Any]:
+        """Flat keys and plain tensors; loads with weights_only=True."""
+        packed = super().state_dict()
+        # parameters that share a counter here must not in an optimizer that counts each by itself
+        packed["state"] = {
+            index: {**entry, "step": entry["step"].clone()}
+            for index, entry in packed["state"].items()
+        }
+        return packed
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume from a state dict, to the bit; half-precision parameters keep float32 state."""
         # Registered last, so that it runs after the user's own hooks.
@@ -124,6 +139,7 @@ class Preconditioned(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self.defaults.pop("differentiable", None)  # torch adds it; no group here has a use for it
         self._plans = []
         self.__dict__.setdefault("skipped_steps", 0)
         for group in self.param_groups:

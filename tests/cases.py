@@ -1,0 +1,123 @@
+"""Every optimizer once: the contract tests run over this list."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import isokron
+from isokron.optim.blocks import Batch
+
+
+class Whitening(isokron.Preconditioned):
+    """The smallest method with a statistic and an operator: P = (E GGᵀ + εI)^(−½) M on the left.
+
+    It is here because the contract must hold for state, observation and cadence, whatever
+    optimizers the package has.
+    """
+
+    order = 2
+
+    def __init__(self, params: Any, lr: float = 1e-2, **settings: Any) -> None:
+        super().__init__(params, lr, **{"momentum": 0.9, "every": 3, "max_dim": 8, **settings})
+
+    def init_state(self, batch: Batch, group: Mapping[str, Any]) -> dict[str, Tensor]:
+        rows = batch.shape[0]
+        eye = torch.eye(rows, dtype=batch.dtype, device=batch.device)
+        eye = eye.expand(len(batch.rows), rows, rows).contiguous()
+        return {"cov": torch.zeros_like(eye), "root": eye}
+
+    def observe(self, grad: Tensor, state: dict[str, Tensor], group: Mapping[str, Any]) -> None:
+        state["cov"].mul_(0.9).add_(grad @ grad.mT, alpha=0.1)
+
+    def refresh(self, state: dict[str, Tensor], group: Mapping[str, Any]) -> None:
+        values, basis = torch.linalg.eigh(state["cov"])
+        state["root"].copy_(basis * (values.clamp(min=0) + 1e-6).rsqrt().unsqueeze(-2) @ basis.mT)
+
+    def direction(
+        self, moment: Tensor, state: dict[str, Tensor], group: Mapping[str, Any]
+    ) -> Tensor:
+        return state["root"] @ moment
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    optimizer: Callable[..., isokron.Preconditioned]
+    settings: dict[str, Any] = field(default_factory=dict)
+    compiles: bool = True  # `direction` is promised to compile as one graph
+
+    def make(self, params: Any, **settings: Any) -> isokron.Preconditioned:
+        return self.optimizer(params, **{**self.settings, **settings})
+
+
+CASES = [
+    Case("adamw", isokron.AdamW, {"lr": 1e-2}, compiles=False),
+    Case("adamw-amsgrad", isokron.AdamW, {"lr": 1e-2, "amsgrad": True}, compiles=False),
+    Case("muon", isokron.Muon, {"lr": 1e-2}),
+    Case("muon-grafted", isokron.Muon, {"lr": 1e-2, "graft": "adam", "decay": "l2"}),
+    Case("sign", isokron.SignDescent, {"lr": 6e-3}),
+    Case("sign-grafted", isokron.SignDescent, {"lr": 1e-1, "graft": "adagrad"}),
+    Case("whitening", Whitening, {"lr": 3e-2, "weight_decay": 0.1}, compiles=False),
+    Case("whitening-grafted", Whitening, {"graft": "rmsprop", "nesterov": True}, compiles=False),
+]
+
+
+class Net(nn.Module):
+    """A little of everything: convolution, norm, embedding-like table, linear layers, scalar."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 6, 3, dtype=dtype)
+        self.norm = nn.GroupNorm(2, 6, dtype=dtype)
+        self.hidden = nn.Linear(6 * 4, 12, dtype=dtype)
+        self.square = nn.Linear(12, 12, bias=False, dtype=dtype)
+        self.twin = nn.Linear(12, 12, bias=False, dtype=dtype)
+        self.scale = nn.Parameter(torch.ones((), dtype=dtype))
+        self.out = nn.Linear(12, 3, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.conv(x)).relu().flatten(1)
+        h = self.hidden(h).tanh()
+        h = h + self.scale * self.twin(self.square(h).tanh())
+        return self.out(h)
+
+
+def net(seed: int = 0, dtype: torch.dtype = torch.float32) -> Net:
+    torch.manual_seed(seed)
+    return Net(dtype)
+
+
+def batch(seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(32, 2, 4, 4, generator=generator)
+    target = (x.flatten(1).sum(1) > 0).long() + (x[:, 0, 0, 0] > 1).long()
+    return x.to(dtype), target
+
+
+def loss_of(model: nn.Module, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    x, target = batch(seed, dtype)
+    return nn.functional.cross_entropy(model(x).float(), target)
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: range,
+    dtype: torch.dtype = torch.float32,
+) -> float:
+    """Train on fresh batches, one seed a step; the mean loss of the last five."""
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss = loss_of(model, step, dtype)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return sum(losses[-5:]) / len(losses[-5:])
+
+
+def equal(first: nn.Module, second: nn.Module) -> bool:
+    return all(map(torch.equal, first.parameters(), second.parameters()))

@@ -1,0 +1,127 @@
+"""Bit equality with torch's fused AdamW, and its checkpoints."""
+
+import copy
+
+import pytest
+import torch
+from cases import equal, net, train
+from torch import nn
+
+import isokron
+
+SETTINGS = [
+    {},
+    {"amsgrad": True},
+    {"maximize": True},
+    {"weight_decay": 0.0},
+    {"lr": 0.1, "weight_decay": 0.3, "eps": 1e-3},
+    {"betas": (0.2, 0.4)},
+    {"betas": (0.0, 0.0)},
+]
+
+
+def pair(shapes: list[tuple[int, ...]], dtype: torch.dtype) -> tuple[list[nn.Parameter], ...]:
+    values = [torch.randn(shape).to(dtype) for shape in shapes]
+    return tuple([nn.Parameter(value.clone()) for value in values] for _ in range(2))
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_equal_to_torch_fused_bit_for_bit(settings: dict[str, object], dtype: torch.dtype) -> None:
+    shapes: list[tuple[int, ...]] = [(n,) for n in range(1, 34)] + [(7, 9), (64, 33), (), (2, 3, 5)]
+    mine, theirs = pair(shapes, dtype)
+    ours = isokron.AdamW(mine, **settings)
+    reference = torch.optim.AdamW(theirs, fused=True, **settings)
+    for _ in range(8):
+        for a, b in zip(mine, theirs, strict=True):
+            a.grad = torch.randn(a.shape).to(dtype)
+            b.grad = a.grad.clone()
+        ours.step()
+        reference.step()
+    assert all(map(torch.equal, mine, theirs))
+
+
+def test_equal_to_torch_where_gradients_come_and_go() -> None:
+    mine, theirs = pair([(5,), (6, 4), (3,)], torch.float32)
+    ours, reference = isokron.AdamW(mine), torch.optim.AdamW(theirs, fused=True)
+    for step in range(9):
+        for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+            a.grad = torch.randn(a.shape) if (step + i) % 3 else None
+            b.grad = a.grad
+        ours.step()
+        reference.step()
+    assert all(map(torch.equal, mine, theirs))
+
+
+def test_channels_last_is_equal_bit_for_bit() -> None:
+    weight = torch.randn(6, 4, 3, 3).contiguous(memory_format=torch.channels_last)
+    a, b = nn.Parameter(weight.clone()), nn.Parameter(weight.clone())
+    ours, reference = isokron.AdamW([a]), torch.optim.AdamW([b], fused=True)
+    for _ in range(5):
+        a.grad = torch.randn_like(a)
+        b.grad = a.grad.clone()
+        ours.step()
+        reference.step()
+    assert torch.equal(a, b)
+
+
+def test_l2_decay_is_adam_with_weight_decay() -> None:
+    mine, theirs = pair([(5,), (6, 4)], torch.float64)
+    ours = isokron.AdamW(mine, decay="l2", weight_decay=0.3)
+    reference = torch.optim.Adam(theirs, weight_decay=0.3)
+    for _ in range(8):
+        for a, b in zip(mine, theirs, strict=True):
+            a.grad = torch.randn_like(a)
+            b.grad = a.grad.clone()
+        ours.step()
+        reference.step()
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_checkpoints_interchange_with_torch(amsgrad: bool) -> None:
+    model = net()
+    theirs = torch.optim.AdamW(model.parameters(), lr=1e-2, amsgrad=amsgrad, fused=True)
+    train(model, theirs, range(3))
+    twin = copy.deepcopy(model)
+    ours = isokron.AdamW(twin.parameters(), lr=1e-2, amsgrad=amsgrad)
+    ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    train(model, theirs, range(3, 6))
+    train(twin, ours, range(3, 6))
+    assert equal(model, twin)
+    back = torch.optim.AdamW(twin.parameters(), lr=1e-2, amsgrad=amsgrad, fused=True)
+    back.load_state_dict(copy.deepcopy(ours.state_dict()))
+    train(model, theirs, range(6, 9))
+    train(twin, back, range(6, 9))
+    assert equal(model, twin)
+
+
+def test_float32_moments_of_half_precision_parameters_are_by_option() -> None:
+    """One rounding a step, of the parameter: compare with float32 AdamW rounded each step."""
+    start = torch.randn(40)
+    half = nn.Parameter(start.bfloat16())
+    full = nn.Parameter(half.detach().float())
+    ours = isokron.AdamW([half], lr=0.1, state_dtype=torch.float32)
+    reference = torch.optim.AdamW([full], lr=0.1, fused=True)
+    for _ in range(5):
+        half.grad = torch.randn(40).bfloat16()
+        full.grad = half.grad.float()
+        ours.step()
+        reference.step()
+        with torch.no_grad():
+            full.copy_(full.bfloat16())
+    assert torch.equal(half.float(), full)
+    assert ours.state[half]["exp_avg"].dtype is torch.float32
+
+
+def test_one_step_counter_serves_all_until_a_gradient_is_missing() -> None:
+    params, _ = pair([(3,), (4,)], torch.float32)
+    optimizer = isokron.AdamW(params)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert optimizer.state[params[0]]["step"] is optimizer.state[params[1]]["step"]
+    params[0].grad = None
+    optimizer.step()
+    assert [optimizer.state[p]["step"].item() for p in params] == [1, 2]

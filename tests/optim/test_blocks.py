@@ -1,0 +1,80 @@
+import pytest
+import torch
+
+from isokron.optim.blocks import cut_blocks, merge_dims
+
+
+@pytest.mark.parametrize(
+    ("shape", "max_dim", "order", "expected"),
+    [
+        ((256, 128, 3, 3), 1024, None, (256, 128, 9)),
+        ((256, 128, 3, 3), None, 2, (256, 1152)),
+        ((32, 3, 3, 3), 1024, None, (32, 27)),  # a matrix never becomes a vector
+        ((4, 4), 1024, None, (4, 4)),
+        ((1, 5, 1, 7), 1024, None, (5, 7)),
+        ((7,), 1024, None, (7,)),
+        ((1, 1), 1024, None, ()),
+        ((8, 8, 8), 64, None, (8, 64)),
+        ((8, 8, 8), 63, None, (8, 8, 8)),
+    ],
+)
+def test_small_neighbours_merge_from_the_last_backwards(
+    shape: tuple[int, ...], max_dim: int | None, order: int | None, expected: tuple[int, ...]
+) -> None:
+    assert merge_dims(shape, max_dim, order) == expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "settings", "count"),
+    [
+        ((10, 7), {"max_dim": 4}, 3 * 2),
+        ((3, 5, 6), {"stacked": 1}, 3),
+        ((2, 3, 5, 6), {"stacked": 2, "max_dim": 4}, 6 * 4),
+        ((12, 5), {"split": 3}, 3),
+        ((12, 5), {"split": (6, 4, 2)}, 3),
+        ((5, 12), {"split": 3, "split_dim": 1}, 3),
+        ((2, 9, 4), {"stacked": 1, "split": 3}, 6),
+        ((6, 4, 3, 3), {"order": 2, "split": 2}, 2),
+        ((16, 9, 3, 3), {"max_dim": 10}, 2 * 1 * 1),
+    ],
+)
+def test_blocks_cover_every_element_once(
+    shape: tuple[int, ...], settings: dict[str, int], count: int
+) -> None:
+    blocks = cut_blocks(shape, **settings)
+    covered = torch.zeros(shape)
+    for block in blocks:
+        view = block.view(covered)
+        assert view.shape == block.shape
+        view += 1
+    assert len(blocks) == count
+    assert covered.eq(1).all()
+
+
+def test_blocks_are_views_and_reads_are_equal() -> None:
+    weight = torch.randn(12, 5, 3)
+    for block in cut_blocks(weight.shape, order=2, split=(8, 4)):
+        assert torch.equal(block.read(weight), block.view(weight))
+        assert block.view(weight).untyped_storage().data_ptr() == weight.data_ptr()
+
+
+def test_a_layout_that_does_not_merge_is_read_by_copy_and_not_viewed() -> None:
+    weight = torch.randn(4, 2, 3, 3).contiguous(memory_format=torch.channels_last)
+    (block,) = cut_blocks(weight.shape, order=2)
+    assert torch.equal(block.read(weight), weight.reshape(4, 18))
+    with pytest.raises(RuntimeError):
+        block.view(weight)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"split": 5}, "split=5 must divide dimension 0"),
+        ({"split": (6, 5)}, "sum to 12"),
+        ({"split": (12, 0)}, "positive sizes"),
+        ({"split": 2, "split_dim": 2}, "split_dim 2"),
+    ],
+)
+def test_a_split_that_does_not_fit_is_named(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        cut_blocks((12, 5), **settings)
