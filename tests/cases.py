@@ -60,7 +60,7 @@ CASES = [
     Case("muon-grafted", isokron.Muon, {"lr": 1e-2, "graft": "adam", "decay": "l2"}),
     Case("sign", isokron.SignDescent, {"lr": 6e-3}),
     Case("sign-grafted", isokron.SignDescent, {"lr": 1e-1, "graft": "adagrad"}),
-    Case("whitening", Whitening, {"lr": 3e-2, "weight_decay": 0.1}, compiles=False),
+    Case("whitening", Whitening, {"lr": 1e-2, "weight_decay": 0.1}, compiles=False),
     Case("whitening-grafted", Whitening, {"graft": "rmsprop", "nesterov": True}, compiles=False),
 ]
 

@@ -163,7 +163,9 @@ def test_groups_step_with_their_own_learning_rates(case: Case) -> None:
     start = net()
     assert torch.equal(model.square.weight, start.square.weight)
     half = (model.twin.weight - start.twin.weight) * 2
-    torch.testing.assert_close(half, reference.twin.weight - start.twin.weight, atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(
+        half, reference.twin.weight - start.twin.weight, atol=1e-6, rtol=1e-4
+    )
 
 
 @every_case
@@ -287,7 +289,11 @@ def test_layout_in_memory_does_not_change_the_result(case: Case) -> None:
     """channels_last and transposed parameters, expanded and sliced gradients."""
     conv, matrix = torch.randn(6, 4, 3, 3), torch.randn(5, 8)
     wide = torch.randn(5, 16)
-    plain = [nn.Parameter(conv.clone()), nn.Parameter(matrix.clone()), nn.Parameter(wide[:, :8] + 0)]
+    plain = [
+        nn.Parameter(conv.clone()),
+        nn.Parameter(matrix.clone()),
+        nn.Parameter(wide[:, :8] + 0),
+    ]
     odd = [
         nn.Parameter(conv.clone(memory_format=torch.channels_last)),
         nn.Parameter(matrix.T.contiguous().T),

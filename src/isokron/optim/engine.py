@@ -174,6 +174,7 @@ class Preconditioned(torch.optim.Optimizer):
 
     def _current_plans(self) -> list[Plan]:
         """One plan a group, built when the group is first seen or its parameters have changed."""
+        del self._plans[len(self.param_groups) :]
         for i, group in enumerate(self.param_groups):
             if i < len(self._plans) and self._plans[i].holds(group["params"]):
                 continue

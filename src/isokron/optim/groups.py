@@ -72,7 +72,8 @@ def check_group(optimizer: str, group: Mapping[str, Any]) -> None:
     need(0 <= _scalar(group["momentum"]) < 1, "momentum", "at least 0 and below 1")
     betas = group["betas"]
     pair = isinstance(betas, Sequence) and len(betas) == 2
-    need(pair and all(0 <= _scalar(b) < 1 for b in betas), "betas", "two numbers in [0, 1)")
+    numbers = pair and not any(isinstance(beta, Tensor) for beta in betas)
+    need(numbers and all(0 <= _scalar(b) < 1 for b in betas), "betas", "two numbers in [0, 1)")
     for name, choices in CHOICES.items():
         need(group[name] in choices, name, f"one of {', '.join(map(repr, choices))}")
     for name, least in (("every", 1), ("stacked", 0), ("split_dim", 0)):

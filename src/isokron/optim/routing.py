@@ -164,15 +164,18 @@ def _heads(model: nn.Module, adapters: set[Tensor]) -> set[Tensor]:
 
 
 def _in_repeated_block(model: nn.Module, name: str) -> bool:
-    """Whether an ancestor of this module, below the model, has a sibling of its own class."""
+    """Whether a module around this one, below the model, has a sibling of its class and shapes."""
     path = name.split(".")
     for depth in range(1, len(path)):
         parent = model.get_submodule(".".join(path[: depth - 1]))
-        ancestor = parent.get_submodule(path[depth - 1])
-        alike = [child for child in parent.children() if type(child) is type(ancestor)]
-        if len(alike) > 1:
+        around = _likeness(parent.get_submodule(path[depth - 1]))
+        if sum(_likeness(child) == around for child in parent.children()) > 1:
             return True
     return False
+
+
+def _likeness(module: nn.Module) -> tuple[type, list[torch.Size]]:
+    return type(module), [param.shape for param in module.parameters()]
 
 
 def _adapters(model: nn.Module) -> dict[Tensor, Tensor]:

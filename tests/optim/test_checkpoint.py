@@ -1,0 +1,89 @@
+"""Loading says what does not fit, and leaves the optimizer as it was."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from cases import Whitening, equal, net, train
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+import isokron
+
+
+def trained(optimizer: type, **settings: Any) -> tuple[torch.nn.Module, Any]:
+    model = net()
+    made = optimizer(model.named_parameters(), **settings)
+    train(model, made, range(3))
+    return model, made
+
+
+def test_a_foreign_checkpoint_is_refused_by_its_first_differing_key() -> None:
+    model, muon = trained(isokron.Muon)
+    other = isokron.AdamW(model.named_parameters())
+    with pytest.raises(ValueError, match=r"parameter 'conv\.weight': 'exp_avg' is missing"):
+        other.load_state_dict(muon.state_dict())
+
+
+def test_other_blocks_are_refused_with_both_shapes() -> None:
+    model, saved = trained(Whitening, max_dim=8)
+    state = saved.state_dict()
+    for group in state["param_groups"]:
+        group["max_dim"] = 6
+    with pytest.raises(ValueError, match=r"'square|hidden|conv"):
+        Whitening(model.named_parameters(), max_dim=6).load_state_dict(state)
+
+
+def test_a_failed_load_leaves_the_optimizer_as_it_was() -> None:
+    model, optimizer = trained(isokron.Muon)
+    twin_model, twin = copy.deepcopy((model, optimizer))
+    broken = copy.deepcopy(optimizer.state_dict())
+    del broken["state"][1]["momentum.0"]
+    with pytest.raises(ValueError, match=r"momentum\.0"):
+        optimizer.load_state_dict(broken)
+    train(model, optimizer, range(3, 6))
+    train(twin_model, twin, range(3, 6))
+    assert equal(model, twin_model)
+
+
+def test_loading_does_not_alias_the_checkpoint() -> None:
+    model, optimizer = trained(isokron.Muon)
+    state = copy.deepcopy(optimizer.state_dict())
+    kept = copy.deepcopy(state)
+    optimizer.load_state_dict(state)
+    train(model, optimizer, range(3, 6))
+    for index, entry in kept["state"].items():
+        assert all(torch.equal(entry[key], state["state"][index][key]) for key in entry)
+
+
+def test_user_hooks_run_around_loading() -> None:
+    model, optimizer = trained(isokron.Muon)
+    state = copy.deepcopy(optimizer.state_dict())
+    called = []
+
+    def double(opt: object, given: dict[str, Any]) -> dict[str, Any]:
+        entry = {**given["state"][1], "momentum.0": given["state"][1]["momentum.0"] * 2}
+        return {**given, "state": {**given["state"], 1: entry}}
+
+    optimizer.register_load_state_dict_pre_hook(double)
+    optimizer.register_load_state_dict_post_hook(lambda opt: called.append(True))
+    optimizer.load_state_dict(state)
+    loaded = optimizer.state[model.conv.weight]["momentum.0"]
+    assert torch.equal(loaded, state["state"][1]["momentum.0"] * 2)
+    assert called == [True]
+
+
+@pytest.mark.parametrize("make", [isokron.AdamW, isokron.Muon, Whitening])
+def test_state_goes_through_torch_distributed_checkpoint(make: type) -> None:
+    """One process: get and set by fully qualified names, into an optimizer that never stepped."""
+    model, optimizer = trained(make)
+    state = get_optimizer_state_dict(model, optimizer)
+    twin = copy.deepcopy(model)
+    resumed = make(twin.named_parameters())
+    set_optimizer_state_dict(twin, resumed, copy.deepcopy(state))
+    train(model, optimizer, range(3, 6))
+    train(twin, resumed, range(3, 6))
+    assert equal(model, twin)

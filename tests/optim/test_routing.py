@@ -1,0 +1,230 @@
+"""Routing finds parameters by what they are: on models of several kinds, whatever their names."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import isokron
+
+
+def kinds(model: nn.Module, **overrides: object) -> dict[str, str]:
+    """Parameter name → the group it is in."""
+    groups = isokron.param_groups(model, **overrides)  # type: ignore[arg-type]
+    return {name: group["name"] for group in groups for name, _ in group["params"]}
+
+
+def group_of(model: nn.Module, name: str, **overrides: object) -> dict[str, object]:
+    groups = isokron.param_groups(model, **overrides)  # type: ignore[arg-type]
+    return next(g for g in groups if name in [n for n, _ in g["params"]])
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.attention = nn.MultiheadAttention(8, 2)
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+
+
+class Decoder(nn.Module):
+    """Names chosen to mislead: nothing here can be found by them."""
+
+    def __init__(self, tied: bool = False, headless: bool = False) -> None:
+        super().__init__()
+        self.embed_norm = nn.Linear(8, 8)  # a plain matrix
+        self.wte = nn.Embedding(20, 8)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        if not headless:
+            self.bias_like = nn.Linear(8, 20, bias=False)  # the head
+            if tied:
+                self.bias_like.weight = self.wte.weight
+
+
+def test_embeddings_heads_norms_and_biases_go_to_adamw() -> None:
+    found = kinds(Decoder())
+    assert found["wte.weight"] == "embeddings"
+    assert found["bias_like.weight"] == "heads"
+    assert found["embed_norm.weight"] == "matrices"
+    assert found["blocks.0.norm.weight"] == "norms"
+    assert found["blocks.1.down.bias"] == "vectors"
+    assert found["blocks.1.down.weight"] == "matrices"
+    assert group_of(Decoder(), "blocks.0.norm.weight")["weight_decay"] == 0.0
+
+
+def test_a_tied_head_is_in_one_group_once() -> None:
+    model = Decoder(tied=True)
+    found = kinds(model)
+    assert found["wte.weight"] == "embeddings"
+    assert "bias_like.weight" not in found
+    assert sorted(found) == sorted(name for name, _ in model.named_parameters())
+
+
+def test_a_model_without_a_head_has_none() -> None:
+    assert "heads" not in kinds(Decoder(headless=True)).values()
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2)
+    assert "heads" not in kinds(encoder).values()
+    assert kinds(nn.Linear(4, 4))["weight"] == "matrices"
+
+
+def test_the_last_layer_of_a_sequence_is_its_head() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+    assert [name for name, kind in kinds(model).items() if kind == "heads"] == ["4.weight"]
+
+
+def test_a_norm_with_a_matrix_of_scales_is_a_norm() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm((4, 6)), nn.Linear(6, 6), nn.Linear(6, 2))
+    assert kinds(model)["1.weight"] == "norms"
+
+
+def test_the_packed_projection_of_attention_is_three_matrices() -> None:
+    group = group_of(Decoder(), "blocks.0.attention.in_proj_weight")
+    assert (group["split"], group["split_dim"]) == (3, 0)
+    assert group["name"] == "matrices"
+
+
+def test_grouped_and_depthwise_convolutions_are_told_apart() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(4, 8, 3),
+        nn.Conv2d(8, 8, 3, groups=2),
+        nn.Conv2d(8, 8, 3, groups=8),
+        nn.Flatten(),
+        nn.Linear(8, 2),
+    )
+    found = kinds(model)
+    assert [found[f"{i}.weight"] for i in (0, 1, 2, 4)] == [
+        "matrices",
+        "matrices",
+        "filters",
+        "heads",
+    ]
+    assert group_of(model, "1.weight")["split"] == 2
+
+
+class LoraLinear(nn.Module):
+    """The shape of a LoRA layer without its names: base, down [r, in], up [out, r]."""
+
+    def __init__(self, base: nn.Module, fan_in: int, fan_out: int, rank: int = 2) -> None:
+        super().__init__()
+        self.base = base
+        self.x = nn.ModuleDict({"default": nn.Linear(fan_in, rank, bias=False)})
+        self.y = nn.ModuleDict({"default": nn.Linear(rank, fan_out, bias=False)})
+
+
+def test_lora_pairs_follow_the_layer_they_adapt() -> None:
+    model = Decoder()
+    model.requires_grad_(False)
+    model.blocks[0].up = LoraLinear(model.blocks[0].up, 8, 16)
+    model.wte = LoraLinear(model.wte, 20, 8)
+    model.bias_like = LoraLinear(model.bias_like, 8, 20)
+    found = kinds(model)
+    assert {n: k for n, k in found.items() if n.startswith("blocks")} == {
+        "blocks.0.up.x.default.weight": "matrices",
+        "blocks.0.up.y.default.weight": "matrices",
+    }
+    assert found["wte.x.default.weight"] == found["wte.y.default.weight"] == "embeddings"
+    assert found["bias_like.x.default.weight"] == "heads"
+    assert found["bias_like.y.default.weight"] == "heads"
+    assert len(found) == 6  # frozen parameters are left out
+
+
+def test_peft_adapters_of_a_hugging_face_model_are_found() -> None:
+    peft = pytest.importorskip("peft", reason="pip install peft")
+    transformers = pytest.importorskip("transformers", reason='pip install "isokron[hf]"')
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=False,
+    )
+    model = peft.get_peft_model(
+        transformers.LlamaForCausalLM(config),
+        peft.LoraConfig(r=2, target_modules=["q_proj", "embed_tokens", "lm_head"]),
+    )
+    for name, kind in kinds(model).items():
+        expected = "embeddings" if "embed" in name else "heads" if "lm_head" in name else "matrices"
+        assert kind == expected, name
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_hugging_face_gpt2_is_routed(tied: bool) -> None:
+    transformers = pytest.importorskip("transformers", reason='pip install "isokron[hf]"')
+    config = transformers.GPT2Config(
+        n_layer=2, n_head=2, n_embd=16, vocab_size=50, n_positions=16, tie_word_embeddings=tied
+    )
+    model = transformers.GPT2LMHeadModel(config)
+    found = kinds(model)
+    assert found["transformer.wte.weight"] == found["transformer.wpe.weight"] == "embeddings"
+    assert found["transformer.h.0.attn.c_attn.weight"] == "matrices"
+    assert tied or found["lm_head.weight"] == "heads"
+    # Conv1D keeps [in, out]: its fused projection is split along the second dimension
+    group = group_of(model, "transformer.h.0.attn.c_attn.weight", split={"*.c_attn.weight": 3})
+    assert (group["split"], group["split_dim"]) == (3, 1)
+    isokron.Muon(isokron.param_groups(model, split={"*.c_attn.weight": 3}))
+
+
+def test_every_trainable_parameter_is_in_exactly_one_group() -> None:
+    model = Decoder()
+    groups = isokron.param_groups(model)
+    names = [name for group in groups for name, _ in group["params"]]
+    assert sorted(names) == sorted(name for name, _ in model.named_parameters())
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(8, 4)
+        self.w = nn.Parameter(torch.randn(4, 8, 16))
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.einsum("bi,eij,bj->bi", x, self.w, x.repeat(1, 2)))
+
+
+def test_overrides_go_by_name_pattern() -> None:
+    model = Experts()
+    groups = isokron.param_groups(
+        model,
+        adamw="router.weight",
+        method=["out.weight"],
+        stacked=["w"],
+        lr_scale={"out.*": 0.5},
+        weight_decay={"w": 0.3},
+    )
+    by_name = {name: group for group in groups for name, _ in group["params"]}
+    assert by_name["router.weight"]["route"] == "adamw"
+    assert by_name["out.weight"]["route"] == "auto"
+    assert by_name["out.weight"]["lr_scale"] == by_name["out.bias"]["lr_scale"] == 0.5
+    assert by_name["w"]["stacked"] == 1
+    assert by_name["w"]["weight_decay"] == 0.3
+    optimizer = isokron.Muon(groups)
+    model(torch.randn(5, 8)).sum().backward()
+    optimizer.step()
+    assert {f"momentum.{i}" for i in range(4)} < set(optimizer.state[model.w])
+    assert "exp_avg" in optimizer.state[model.router.weight]
+    assert "momentum.0" in optimizer.state[model.out.weight]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"adamw": ["head.*"]}, r"adamw pattern 'head\.\*' matches no trainable parameter"),
+        ({"split": {"*.qkv": 3}}, "split pattern"),
+        ({"adamw": ["w"], "method": ["w"]}, "'w' matches both"),
+        ({"method": ["*.bias"]}, "which is not a matrix"),
+    ],
+    ids=str,
+)
+def test_overrides_that_cannot_be_meant_are_named(
+    overrides: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        isokron.param_groups(Experts(), **overrides)  # type: ignore[arg-type]
+
+
+def test_a_model_with_nothing_to_train_is_refused() -> None:
+    with pytest.raises(ValueError, match="no parameter that requires a gradient"):
+        isokron.param_groups(nn.Linear(2, 2).requires_grad_(False))

@@ -1,0 +1,55 @@
+"""Every example runs and does what it says; so does every Python block of the README and docs."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+ARGUMENTS = {"train_cnn.py": ["--steps", "40"], "train_huggingface.py": ["--steps", "30"]}
+EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCKS = [
+    pytest.param(code, id=f"{page.name}-{number}")
+    for page in PAGES
+    for number, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
+]
+
+
+def run(arguments: list[str], folder: Path) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=folder,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example_runs_and_its_loss_falls(name: str, tmp_path: Path) -> None:
+    path = ROOT / "examples" / name
+    assert len(path.read_text().splitlines()) < 150
+    printed = run([str(path), *ARGUMENTS.get(name, [])], tmp_path)
+    losses = [float(value) for value in re.findall(r"loss (\d+\.\d+)", printed)]
+    assert losses[-1] < 0.6 * losses[0], printed
+
+
+@pytest.mark.parametrize("code", BLOCKS)
+def test_python_block_of_a_page_runs(code: str, tmp_path: Path) -> None:
+    """A page may leave out `model`, `batches` and `loss_fn`: the reader has them already."""
+    given = (
+        "import torch, isokron\nfrom torch import nn\n"
+        "model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.Linear(16, 2))\n"
+        "batches = [(torch.randn(4, 8), torch.randint(2, (4,))) for _ in range(3)]\n"
+        "loss_fn = nn.functional.cross_entropy\n"
+    )
+    (tmp_path / "block.py").write_text(given + code)
+    run(["block.py"], tmp_path)
