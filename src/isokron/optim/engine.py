@@ -15,7 +15,7 @@ from torch import Tensor
 
 from isokron.optim import checkpoint
 from isokron.optim.blocks import Batch, Row, is_matrix
-from isokron.optim.checks import all_finite, check_gradients, nonfinite_names
+from isokron.optim.checks import check_gradients, nonfinite_names, surely_finite
 from isokron.optim.grafting import graft, graft_direction
 from isokron.optim.groups import (
     SHARED,
@@ -158,9 +158,11 @@ class Preconditioned(torch.optim.Optimizer):
         for mode in ("raise", "skip"):
             groups = [group for group in self.param_groups if group["nonfinite"] == mode]
             grads = [p.grad for group in groups for p in group["params"] if p.grad is not None]
-            if not grads or all_finite(grads):
+            if not grads or surely_finite(grads):
                 continue
             names = ", ".join(nonfinite_names(groups))
+            if not names:
+                continue
             if mode == "raise":
                 raise FloatingPointError(
                     f"{type(self).__name__}: non-finite gradient of parameter {names}; nothing "
@@ -221,7 +223,9 @@ class Preconditioned(torch.optim.Optimizer):
         lr = learning_rate(group)
         if group["weight_decay"] and group["decay"] == "decoupled":
             torch._foreach_mul_(blocks, 1 - lr * group["weight_decay"])
-        torch._foreach_sub_(blocks, (update * lr).unbind())
+        if isinstance(lr, Tensor):
+            update, lr = update * lr, 1.0
+        torch._foreach_sub_(blocks, update.unbind(), alpha=lr)
 
     def _advance(
         self, grad: Tensor, state: dict[str, Tensor], step: Tensor, group: Mapping[str, Any]
