@@ -15,7 +15,7 @@ from timing import interleaved, machine
 
 import isokron
 
-CASES = {
+CASES: dict[str, list[tuple[int, ...]]] = {
     "one 4096×1024": [(4096, 1024)],
     "200 of 64×64": [(64, 64)] * 200,
     "1000 of 64": [(64,)] * 1000,

@@ -1,0 +1,81 @@
+"""The result as files: race.json, race.csv, loss.svg and the page."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from dataclasses import asdict
+from typing import Any
+
+from isokron.race.figures import loss_by_step
+from isokron.race.page import page
+from isokron.race.plot import standalone
+from isokron.race.results import Result
+from isokron.race.store import Store
+
+HEADER = (
+    *("task", "optimizer", "lr", "seed", "status", "final_loss", "best_loss", "steps_done"),
+    *("seconds", "model_ms", "optimizer_ms", "optimizer_bytes", "best_lr", "message"),
+)
+
+
+def write_reports(result: Result, store: Store) -> None:
+    store.write("race.json", as_json(result))
+    store.write("race.csv", as_csv(result))
+    store.write("loss.svg", standalone(loss_by_step(result)))
+    store.write("index.html", page(result))
+
+
+def as_json(result: Result) -> str:
+    """Settings, standings and runs; the training loss of every step stays in the runs' files."""
+    runs = [
+        {k: v for k, v in asdict(run).items() if k != "train_losses"} | {"final": run.final}
+        for run in result.runs
+    ]
+    value = {
+        "complete": result.complete,
+        "settings": dict(result.settings),
+        "standings": [asdict(standing) for standing in result.standings],
+        "runs": runs,
+    }
+    return json.dumps(_finite(value), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def as_csv(result: Result) -> str:
+    """One row per run, diverged and failed ones too."""
+    best = {standing.optimizer: standing.best_lr for standing in result.standings}
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(HEADER)
+    for run in sorted(result.runs, key=lambda r: (r.optimizer, r.lr, r.seed)):
+        steps = len(run.train_losses)
+        writer.writerow(
+            [
+                result.settings["task"],
+                run.optimizer,
+                repr(run.lr),
+                run.seed,
+                run.status,
+                repr(run.final) if run.status == "finished" else run.status,
+                repr(min(run.eval_losses)) if run.eval_losses else "",
+                steps,
+                f"{steps * run.step_seconds:.3f}",
+                f"{1e3 * run.model_seconds:.3f}",
+                f"{1e3 * run.optimizer_seconds:.3f}",
+                run.optimizer_bytes,
+                "yes" if run.lr == best[run.optimizer] else "no",
+                run.message,
+            ]
+        )
+    return file.getvalue()
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity: null says that there is no such number."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

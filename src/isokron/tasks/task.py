@@ -1,0 +1,100 @@
+"""The value every command works on: a model, its examples, and one loss per example."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    Batch: TypeAlias = tuple[Tensor, ...]
+else:
+    # torch stays unimported here, so that listing tasks is instant
+    Batch: TypeAlias = tuple
+
+
+@dataclass(frozen=True, eq=False)
+class Examples:
+    """Tensors of equal length, row i of each together being example i."""
+
+    tensors: tuple[Tensor, ...]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tensors, tuple) or not self.tensors:
+            raise ValueError(
+                "Examples needs a tuple of at least one tensor, "
+                f"got {type(self.tensors).__name__} {self.tensors!r:.60}; "
+                "write Examples((inputs, targets))"
+            )
+        lengths = [len(tensor) for tensor in self.tensors]
+        if len(set(lengths)) > 1:
+            raise ValueError(
+                f"Examples needs tensors of equal length, got lengths {lengths}; "
+                "give every tensor one row per example"
+            )
+        if lengths[0] == 0:
+            raise ValueError("Examples needs at least one example, got tensors of length 0")
+
+    def __len__(self) -> int:
+        return len(self.tensors[0])
+
+    def batch(self, indices: Tensor) -> Batch:
+        """The rows `indices` of every tensor. indices: [n], integers."""
+        return tuple(tensor[indices] for tensor in self.tensors)
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """A model to train on examples.
+
+    model: builds it fresh, from torch's current seed.
+    loss: one loss per example, shape [n], for a batch of n.
+    unit: what the loss measures, for labels.
+    sample: shows in words what a trained model does.
+    """
+
+    name: str
+    model: Callable[[], nn.Module]
+    train: Examples
+    evaluation: Examples
+    loss: Callable[[nn.Module, Batch], Tensor]
+    batch_size: int
+    unit: str = "loss"
+    sample: Callable[[nn.Module], str] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ValueError("Task needs a name, got an empty string; it labels tables and files")
+        for argument in ("train", "evaluation"):
+            value = getattr(self, argument)
+            if not isinstance(value, Examples):
+                raise TypeError(
+                    f"Task {argument} must be Examples, got {type(value).__name__}; "
+                    "wrap the tensors: Examples((inputs, targets))"
+                )
+        for argument in ("model", "loss"):
+            if not callable(getattr(self, argument)):
+                raise TypeError(
+                    f"Task {argument} must be callable, got "
+                    f"{type(getattr(self, argument)).__name__}; pass a function"
+                )
+        if not 1 <= self.batch_size <= len(self.train):
+            raise ValueError(
+                f"Task batch_size must lie between 1 and the {len(self.train)} training examples, "
+                f"got {self.batch_size}; choose a smaller batch"
+            )
+
+    def losses(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The loss of every example of the batch, checked to be [n]."""
+        losses = self.loss(model, batch)
+        expected = (len(batch[0]),)
+        shape = getattr(losses, "shape", None)
+        if shape is None or tuple(shape) != expected:
+            got = f"shape {tuple(shape)}" if shape is not None else type(losses).__name__
+            raise ValueError(
+                f"task {self.name!r}: loss must return one loss per example, shape {expected}, "
+                f'got {got}; use reduction="none" and average within each example only'
+            )
+        return losses

@@ -1,0 +1,173 @@
+"""The command line as a person meets it: in a process of its own."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from isokron._version import __version__
+from isokron.cli import main
+
+TOY = Path(__file__).parents[1] / "race" / "toy.py"
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "isokron", *map(str, arguments)]
+
+
+def isokron(*arguments, cwd=None):
+    return subprocess.run(
+        command(*arguments), capture_output=True, text=True, timeout=120, check=False, cwd=cwd
+    )
+
+
+@pytest.fixture
+def inside(tmp_path, monkeypatch, capsys):
+    """The same call within this process, which has torch loaded: exit code and stderr."""
+
+    def call(*arguments):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["isokron", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        return stopped.value.code, capsys.readouterr().err
+
+    return call
+
+
+def one_line_error(text):
+    lines = text.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("isokron: error: ")
+    return lines[0]
+
+
+def toy_race(*more):
+    return ["race", "--task", f"{TOY}:task", "--seeds", "1", "--lr", "0.003,0.01", *more]
+
+
+def test_version():
+    assert isokron("--version").stdout == f"isokron {__version__}\n"
+
+
+def test_help_is_quick_and_imports_no_torch():
+    start = time.perf_counter()
+    done = isokron("--help")
+    assert done.returncode == 0
+    assert "isokron demo" in done.stdout
+    assert time.perf_counter() - start < 2  # about 0.2 s where nothing else runs
+    code = "import sys, isokron.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_tasks_are_listed_one_per_line():
+    done = isokron("tasks")
+    for name in ("digits-tiny", "mnist-small", "speeches-small"):
+        assert len(re.findall(rf"^{name} .*parameters.*examples", done.stdout, re.M)) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["rce"], "No such command 'rce'"),
+        (["race", "--nonsense"], "No such option"),
+        (["race", "--steps", "many"], "--steps"),
+        (["race", "--task", "digitz"], "did you mean digits"),
+        (["race", "--optimizers", "mun"], "did you mean muon"),
+        (["race", "--optimizers", "muon(0.9)"], "options must read"),
+        (["race", "--lr", "1e-3,fast"], "'1e-3,fast' is not a list of numbers"),
+        (["race", "--lr", "soap=0.1"], "'soap', which does not take part"),
+        (["race", "--steps", "0"], "steps must be at least 1"),
+    ],
+)
+def test_a_wrong_call_exits_2_with_one_line(arguments, message, inside, tmp_path):
+    code, err = inside(*arguments)
+    assert code == 2
+    assert message in one_line_error(err)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_failed_work_exits_1_without_a_traceback(inside, tmp_path):
+    (tmp_path / "mine.py").write_text(TOY.read_text().replace(".mean(1)", ".mean()"))
+    code, err = inside("race", "--task", "mine.py:task", "--steps", "2")
+    assert code == 1
+    assert "one loss per example" in err.splitlines()[-1]
+    assert "Traceback" not in err
+
+
+def test_a_race_prints_the_table_and_the_page_and_refuses_to_overwrite(inside, tmp_path):
+    arguments = toy_race("--steps", "5", "--optimizers", "sign,torch.optim:SGD", "--out", "r")
+    done = isokron(*arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "adamw takes part as the yardstick" in done.stderr
+    assert done.stdout.splitlines()[-1] == f"Page: {(tmp_path / 'r' / 'index.html').resolve()}"
+    assert re.search(r"torch.optim:SGD +│", done.stdout)
+    for text in (done.stdout, done.stderr):
+        assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", text)
+    code, err = inside(*arguments)
+    assert code == 2
+    assert "already holds a race; continue it with --resume" in one_line_error(err)
+
+
+def test_learning_rates_can_be_given_per_optimizer(inside, tmp_path):
+    more = ["--optimizers", "sign", "--lr", "sign=0.02", "--steps", "2", "--out", "r"]
+    assert inside(*toy_race(*more))[0] == 0
+    names = sorted(path.name for path in (tmp_path / "r" / "runs").iterdir())
+    assert names == [
+        "adamw-lr0.003-seed0.json",
+        "adamw-lr0.01-seed0.json",
+        "sign-lr0.02-seed0.json",
+    ]
+
+
+def started_race(tmp_path, arguments):
+    """A long race in the background, once its first run is on disk."""
+    process = subprocess.Popen(
+        command(*arguments), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 60
+    while not list((tmp_path / "r" / "runs").glob("[!.]*.json")):
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return process
+
+
+def finished_runs(tmp_path):
+    return {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in (tmp_path / "r/runs").glob("[!.]*")}
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_a_stopped_race_is_completed_by_resume(how, tmp_path):
+    arguments = toy_race("--optimizers", "sign", "--steps", "500", "--out", "r")
+    process = started_race(tmp_path, arguments)
+    os.kill(process.pid, how)
+    out, err = process.communicate(timeout=60)
+    before = finished_runs(tmp_path)
+    assert 1 <= len(before) < 4
+    if how is signal.SIGINT:
+        assert process.returncode == 130
+        assert "Traceback" not in err
+        assert "--resume" in err
+        assert "not finished" in out or "adamw" in out
+        assert "The race was interrupted" in (tmp_path / "r" / "index.html").read_text()
+    (tmp_path / "r" / "runs" / ".sign-lr0.01-seed0.json.1.tmp").write_text('{"opt')
+    done = isokron(*arguments, "--resume", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    after = finished_runs(tmp_path)
+    assert len(after) == 4
+    assert {path: after[path] for path in before} == before
+    assert "interrupted" not in (tmp_path / "r" / "index.html").read_text()
+
+
+def test_resume_with_other_settings_exits_2_naming_the_difference(inside):
+    assert inside(*toy_race("--steps", "2", "--out", "r"))[0] == 0
+    code, err = inside(*toy_race("--steps", "3", "--out", "r", "--resume"))
+    assert code == 2
+    assert "cannot resume: steps was 2 and is now 3" in one_line_error(err)

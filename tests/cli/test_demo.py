@@ -1,0 +1,29 @@
+"""The demo, shortened: it ends with the page, and replaces nothing but itself."""
+
+import pytest
+import typer
+
+from isokron.cli import demo as module
+
+
+@pytest.fixture
+def short(monkeypatch):
+    monkeypatch.setattr(module, "STEPS", 2)
+    monkeypatch.setattr(module, "RATES", {"adamw": (1e-3,), "sign": (1e-3,)})
+
+
+def test_demo_shows_text_and_ends_with_the_page_and_may_be_repeated(short, tmp_path, capsys):
+    for _ in range(2):
+        module.demo(tmp_path / "demo")
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[-1] == f"Page: {(tmp_path / 'demo' / 'index.html').resolve()}"
+        assert any(line.startswith("Fellow-Citizens of the Senate: ") for line in lines)
+
+
+def test_demo_leaves_other_peoples_files_alone(short, tmp_path, capsys):
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(typer.Exit) as stopped:
+        module.demo(tmp_path)
+    assert stopped.value.exit_code == 2
+    assert (tmp_path / "thesis.txt").read_text() == "mine"
+    assert "has other files in it" in capsys.readouterr().err

