@@ -6,8 +6,6 @@ READY := .venv/.ready
 
 # every install, build environments included, takes the versions of this file
 export PIP_CONSTRAINT := constraints.txt
-# a thread that waits should sleep: spinning costs others the core on a busy machine
-export OMP_WAIT_POLICY ?= PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: demo test format clean

@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Callable
 
 import torch
-from timing import interleaved, machine
+from timing import conditions, interleaved
 
 import isokron
 
@@ -45,7 +45,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=200, help="timed turns a contestant")
     rounds = parser.parse_args().rounds
-    print(machine())
+    print(conditions())
     print(f"{'':20}{'torch fused':>12}{'isokron':>12}{'ratio':>8}{'limit':>10}{'of limit':>10}")
     for name, shapes in CASES.items():
         torch.manual_seed(0)

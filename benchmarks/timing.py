@@ -1,13 +1,12 @@
 """Interleaved medians: on shared cores, only a ratio taken in one run means something."""
 
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import torch
+
+from isokron.race.plan import machine
 
 
 def interleaved(
@@ -24,14 +23,9 @@ def interleaved(
     return {name: statistics.median(times) for name, times in seconds.items()}
 
 
-def machine() -> str:
-    """The processor, threads and torch version a figure was taken with."""
-    name = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        models = [line for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        name = models[0].split(":", 1)[1].strip() if models else name
+def conditions() -> str:
+    """The machine, threads and torch version a figure was taken with."""
+    capability = torch.backends.cpu.get_cpu_capability()
     return (
-        f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, "
-        f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"
+        f"{machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}, {capability}"
     )

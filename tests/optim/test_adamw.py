@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
-from cases import equal, net, train
 from torch import nn
 
 import isokron
+from cases import equal, net, train
 
 SETTINGS = [
     {},

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Whitening, equal, net, train
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
 
 import isokron
+from cases import Whitening, equal, net, train
 
 
 def trained(optimizer: type, **settings: Any) -> tuple[torch.nn.Module, Any]:

@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
-from cases import Whitening, equal, loss_of, net, train
 from torch import Tensor, nn
 
 import isokron
+from cases import Whitening, equal, loss_of, net, train
 
 
 def steps(optimizer: torch.optim.Optimizer, weight: Tensor, grads: Tensor) -> Tensor:
@@ -244,7 +244,7 @@ def test_a_wrong_group_is_refused_and_not_added(group: dict[str, object], messag
 
 def test_a_parameter_given_twice_is_refused() -> None:
     weight = nn.Parameter(torch.zeros(2, 2))
-    with pytest.warns(UserWarning), pytest.raises(ValueError, match="twice"):
+    with pytest.warns(UserWarning, match="duplicate"), pytest.raises(ValueError, match="twice"):
         isokron.Muon([weight, weight])
 
 
