@@ -20,6 +20,16 @@ def test_demo_shows_text_and_ends_with_the_page_and_may_be_repeated(short, tmp_p
         assert any(line.startswith("Fellow-Citizens of the Senate: ") for line in lines)
 
 
+def test_demo_does_not_replace_a_race_that_is_not_a_demo(short, tmp_path, monkeypatch, capsys):
+    module.demo(tmp_path / "race")
+    monkeypatch.setattr(module, "STEPS", 3)
+    with pytest.raises(typer.Exit) as stopped:
+        module.demo(tmp_path / "race")
+    assert stopped.value.exit_code == 2
+    assert (tmp_path / "race" / "index.html").exists()
+    assert "already holds a race" in capsys.readouterr().err
+
+
 def test_demo_leaves_other_peoples_files_alone(short, tmp_path, capsys):
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(typer.Exit) as stopped:

@@ -1,5 +1,7 @@
 """Routing finds parameters by what they are: on models of several kinds, whatever their names."""
 
+import warnings
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -130,6 +132,12 @@ def test_lora_pairs_follow_the_layer_they_adapt() -> None:
     assert len(found) == 6  # frozen parameters are left out
 
 
+def test_a_bottleneck_is_no_adapter() -> None:
+    """Narrow and wide again beside a square matrix, but all of it trained: the last is the head."""
+    model = nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 3), nn.ReLU(), nn.Linear(3, 12))
+    assert [n for n, kind in kinds(model).items() if kind == "heads"] == ["3.weight"]
+
+
 def test_peft_adapters_of_a_hugging_face_model_are_found() -> None:
     peft = pytest.importorskip("peft", reason="pip install peft")
     transformers = pytest.importorskip("transformers", reason='pip install "isokron[hf]"')
@@ -184,6 +192,17 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(torch.einsum("bi,eij,bj->bi", x, self.w, x.repeat(1, 2)))
+
+
+def test_a_weight_that_may_be_a_stack_is_asked_about_once_and_not_when_told() -> None:
+    with pytest.warns(UserWarning, match=r"'w' of shape \(4, 8, 16\).*4 matrices.*stacked=\['w'\]"):
+        isokron.param_groups(Experts())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        isokron.param_groups(Experts(), stacked=["w"])
+        isokron.param_groups(Experts(), stacked={"w": 0})
+        isokron.param_groups(Experts(), adamw=["w"])
+        isokron.param_groups(nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(3, 2)))
 
 
 def test_overrides_go_by_name_pattern() -> None:

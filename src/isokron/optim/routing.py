@@ -1,6 +1,7 @@
 """Which parameters are matrices of a layer, and which AdamW should step: by what they are."""
 
 import itertools
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -13,7 +14,7 @@ from torch.nn.modules.conv import _ConvNd
 from isokron.optim.blocks import is_matrix
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
-NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.LocalResponseNorm, _NormBase)
+NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
 SETTINGS: dict[str, dict[str, Any]] = {
     "matrices": {"route": "auto"},
     "embeddings": {"route": "adamw"},
@@ -79,6 +80,8 @@ def param_groups(
         elif name in to_adamw:
             settings["route"] = "adamw"
         settings |= {key: found[name] for key, found in overrides.items() if name in found}
+        if settings["route"] == "auto" and "stacked" not in settings:
+            _warn_if_stacked(name, param, owners[param])
         if settings["route"] == "adamw":  # AdamW works element by element
             for key in ("stacked", "split", "split_dim"):
                 settings.pop(key, None)
@@ -134,6 +137,18 @@ def _layout(param: Tensor, owners: Iterable[nn.Module]) -> dict[str, Any]:
     return {}
 
 
+def _warn_if_stacked(name: str, param: Tensor, owners: Iterable[nn.Module]) -> None:
+    """A raw [e, m, n] may be e matrices or one: only its author knows, so ask."""
+    dims = [size for size in param.shape if size != 1]
+    if len(dims) > 2 and not any(isinstance(module, _ConvNd) for module in owners):
+        warnings.warn(
+            f"param_groups: {name!r} of shape {tuple(param.shape)} is taken as one block; if it is "
+            f"{dims[0]} matrices, such as experts, say stacked=[{name!r}]; if it is one, stacked="
+            f"{{{name!r}: 0}}",
+            stacklevel=3,
+        )
+
+
 def _is_transposed(module: nn.Module) -> bool:
     """GPT-2's Conv1D: a linear layer that keeps its weight as [in, out]."""
     kind = type(module)
@@ -179,7 +194,7 @@ def _likeness(module: nn.Module) -> tuple[type, list[torch.Size]]:
 
 
 def _adapters(model: nn.Module) -> dict[Tensor, Tensor]:
-    """LoRA pairs: two matrices beside a weight [m, n], of shapes [r, n] and [m, r], r < min(m, n).
+    """LoRA pairs: trainable [r, n] and [m, r], r < min(m, n), beside a frozen weight [m, n].
 
     They are looked for in the module that holds the weight (or its wrapper) and in its containers
     of adapters, each mapped to the weight they adapt.
@@ -187,11 +202,11 @@ def _adapters(model: nn.Module) -> dict[Tensor, Tensor]:
     found: dict[Tensor, Tensor] = {}
     for module in model.modules():
         near = _nearby(module)
-        for base in near:
-            others = [p for p in near if p is not base and p not in found]
-            for first, second in itertools.permutations(others, 2):
-                if _is_pair(base, first, second):
-                    found[first] = found[second] = base
+        trained = [param for param in near if param.requires_grad]
+        for base in (param for param in near if not param.requires_grad):
+            for down, up in itertools.permutations(trained, 2):
+                if _is_pair(base, down, up):
+                    found[down] = found[up] = base
     return found
 
 
@@ -203,19 +218,14 @@ def _nearby(module: nn.Module) -> list[Tensor]:
         if isinstance(child, containers):
             near += [p for leaf in child.children() for p in leaf.parameters(recurse=False)]
         near += child.parameters(recurse=False)
-    near = [p for p in near if p.ndim == 2]
-    return near if 3 <= len(near) <= 64 else []  # a long list of matrices is no adapter
+    return [param for param in near if param.ndim == 2]
 
 
 def _is_pair(base: Tensor, down: Tensor, up: Tensor) -> bool:
     """Whether up·down, or its transpose, is a low-rank change of the weight."""
     rank = down.size(0)
     product = (up.size(0), down.size(1))
-    return (
-        up.size(1) == rank < min(base.shape)
-        and torch.Size(product) in (base.shape, base.shape[::-1])
-        and down is not up
-    )
+    return up.size(1) == rank < min(base.shape) and product in (base.shape, base.shape[::-1])
 
 
 def _listed(patterns: Sequence[str] | str) -> Sequence[str]:

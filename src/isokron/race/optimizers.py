@@ -22,7 +22,7 @@ ADAMW_LRS = (3e-4, 1e-3, 3e-3, 1e-2)
 BUILT_IN: dict[str, tuple[str, tuple[float, ...]]] = {
     "adamw": ("AdamW", ADAMW_LRS),
     "muon": ("Muon", (1e-3, 3e-3, 1e-2, 3e-2)),
-    "sign": ("SignDescent", (1e-4, 3e-4, 1e-3)),
+    "sign": ("SignDescent", (3e-4, 1e-3, 3e-3, 1e-2)),
 }
 
 

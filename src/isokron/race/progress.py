@@ -68,7 +68,7 @@ class LineProgress:
     def planned(self, runs: int, steps: int) -> None:
         self.tally.planned(runs, steps)
         if runs:
-            self._say(f"{runs} runs of {steps} steps")
+            self._say(f"{runs} {'run' if runs == 1 else 'runs'} of {steps} steps")
 
     def started(self, optimizer: str, lr: float, seed: int) -> None:
         self.tally.started(optimizer, lr, seed)

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -90,14 +90,22 @@ def open_store(folder: Path, settings: Mapping[str, Any], resume: bool) -> Store
     return store
 
 
-def _check_same(saved: Any, settings: Mapping[str, Any]) -> None:
+def holds(folder: Path, settings: Mapping[str, Any], but: Sequence[str]) -> bool:
+    """Whether the folder has a race of these settings, the ones named in `but` aside."""
+    return is_race(folder) and set(_differing(_read_json(folder / SETTINGS), settings)) <= set(but)
+
+
+def _differing(saved: Any, settings: Mapping[str, Any]) -> list[str]:
     now = json.loads(json.dumps(settings))
-    for name in [*now, *(name for name in saved if name not in now)]:
-        if saved.get(name) != now.get(name):
-            raise ValueError(
-                f"cannot resume: {name} was {saved.get(name)!r} and is now {now.get(name)!r}; "
-                "use the same settings, or give a new folder with --out"
-            )
+    return [name for name in {**now, **saved} if saved.get(name) != now.get(name)]
+
+
+def _check_same(saved: Any, settings: Mapping[str, Any]) -> None:
+    for name in _differing(saved, settings)[:1]:
+        raise ValueError(
+            f"cannot resume: {name} was {saved.get(name)!r} and is now {settings.get(name)!r}; "
+            "use the same settings, or give a new folder with --out"
+        )
 
 
 def _read_run(path: Path) -> Run:
