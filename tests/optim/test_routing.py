@@ -235,7 +235,7 @@ def test_overrides_go_by_name_pattern() -> None:
         ({"adamw": ["head.*"]}, r"adamw pattern 'head\.\*' matches no trainable parameter"),
         ({"split": {"*.qkv": 3}}, "split pattern"),
         ({"adamw": ["w"], "method": ["w"]}, "'w' matches both"),
-        ({"method": ["*.bias"]}, "which is not a matrix"),
+        ({"method": ["*.bias"], "stacked": ["w"]}, "which is not a matrix"),
     ],
     ids=str,
 )
