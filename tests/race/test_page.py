@@ -166,19 +166,26 @@ def test_names_beside_curves_are_short_and_distinct():
     assert short_names(["muon", "muon(momentum=0.5)"]) == ["muon", "muon(moment…"]
 
 
-def test_page_renders_in_a_browser(result, tmp_path):
+@pytest.mark.parametrize("width", [390, 1280])
+def test_page_renders_in_a_browser_without_scrolling_sideways(result, tmp_path, width):
     chromium = shutil.which("chromium")
     if chromium is None:
         pytest.skip("install chromium to see the page rendered: apt-get install chromium")
-    (tmp_path / "index.html").write_text(page(result), encoding="utf-8")
-    flags = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking"
+    measure = "document.body.dataset.overflow = document.documentElement.scrollWidth - innerWidth"
+    html = page(result).replace("</body>", f"<script>{measure}</script></body>")
+    (tmp_path / "index.html").write_text(html, encoding="utf-8")
+    flags = (
+        "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync "
+        f"--disable-background-networking --disable-component-update --window-size={width},900"
+    )
     command = [chromium, *flags.split(), f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
     dom = subprocess.run(
         [*command, f"file://{tmp_path / 'index.html'}"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=True,
     ).stdout
     assert dom.count("<svg") == 3
     assert "Optimizers on toy" in dom
+    assert int(re.search(r'data-overflow="(-?\d+)"', dom)[1]) <= 0

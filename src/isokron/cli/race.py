@@ -135,6 +135,6 @@ def show(result: Result) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=200, color_system=None)  # a log does not wrap
-    console.print(rich_table(result))
+    console.print(rich_table(result, console.width))
     for note in notes(result):
         console.print(note, style="dim", markup=False, highlight=False)

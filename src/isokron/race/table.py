@@ -95,17 +95,22 @@ def notes(result: Result) -> list[str]:
     return lines
 
 
-def rich_table(result: Result) -> Table:
-    """For the terminal."""
-    from rich.markup import escape
+def rich_table(result: Result, width: int) -> Table:
+    """For the terminal: a row per optimizer where that fits, else a column per optimizer."""
     from rich.table import Table
+    from rich.text import Text
 
+    winner = result.winner.optimizer if result.winner is not None else None
     title = f"{result.settings['task']}, {result.settings['steps']} steps"
-    table = Table(title=escape(f"{title}, {result.settings['unit']}"), title_justify="left")
-    for i, column in enumerate(COLUMNS):
-        table.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
-    winner = result.winner
-    for standing, cells in zip(result.standings, rows(result), strict=True):
-        won = winner is not None and standing.optimizer == winner.optimizer
-        table.add_row(*map(escape, cells), style="bold" if won else None)
+    cells = [list(COLUMNS), *rows(result)]
+    styles = ["", *("bold" if s.optimizer == winner else "" for s in result.standings)]
+    texts = [[Text(cell, style) for cell in row] for row, style in zip(cells, styles, strict=True)]
+    natural = sum(max(text.cell_len for text in column) + 3 for column in zip(*texts, strict=True))
+    if natural >= width:
+        texts = [list(column) for column in zip(*texts, strict=True)]
+    table = Table(title=Text(f"{title}, {result.settings['unit']}"), title_justify="left")
+    for i, text in enumerate(texts[0]):
+        table.add_column(text, justify="left" if i == 0 else "right", overflow="fold")
+    for row in texts[1:]:
+        table.add_row(*row)
     return table
