@@ -38,18 +38,20 @@ def adopt(
     plan: Plan, state: Mapping[Tensor, Any], group: Mapping[str, Any], optimizer: str
 ) -> None:
     """Copy a loaded state into the plan's batches and lists, after checking it fits."""
+    where = {
+        param: f"{optimizer}.load_state_dict: parameter {param_name(group, i)}"
+        for i, param in enumerate(group["params"])
+        if state.get(param)
+    }
     for batch in plan.batches:
         for i, row in enumerate(batch.rows):
-            saved = state.get(row.param)
-            if saved:
-                _adopt_row(batch, i, saved, _where(optimizer, group, row.param))
+            if row.param in where:
+                _adopt_row(batch, i, state[row.param], where[row.param])
     for fused in plan.fused:
         for i, param in enumerate(fused.params):
-            saved = state.get(param)
-            if saved:
-                where = _where(optimizer, group, param)
-                _check_fits(saved, fused.row(i), where)
-                fused.adopt_(i, saved)
+            if param in where:
+                _check_fits(state[param], fused.row(i), where[param])
+                fused.adopt_(i, state[param])
         fused.share_step_()
 
 
@@ -79,8 +81,3 @@ def _check_fits(saved: Mapping[str, Any], wanted: Mapping[str, Tensor], where: s
                 f"{where}: {key!r} has shape {tuple(shape)} in the checkpoint and "
                 f"{tuple(value.shape)} here; the blocks or the model differ"
             )
-
-
-def _where(optimizer: str, group: Mapping[str, Any], param: Tensor) -> str:
-    position = next(i for i, other in enumerate(group["params"]) if other is param)
-    return f"{optimizer}.load_state_dict: parameter {param_name(group, position)}"

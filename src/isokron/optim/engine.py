@@ -119,7 +119,7 @@ class Preconditioned(torch.optim.Optimizer):
         packed = super().state_dict()
         # parameters that share a counter here must not in an optimizer that counts each by itself
         packed["state"] = {
-            index: {**entry, "step": entry["step"].clone()}
+            index: {**entry, "step": torch.as_tensor(entry["step"]).clone()}
             for index, entry in packed["state"].items()
         }
         return packed
