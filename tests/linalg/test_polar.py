@@ -58,9 +58,24 @@ def test_dtype_is_that_of_the_iteration_and_not_of_the_result() -> None:
     assert newton_schulz(matrix.bfloat16()).dtype is torch.bfloat16
 
 
-@pytest.mark.parametrize("size", [0.0, 1e-20, 1e20])
-def test_zero_tiny_and_huge_matrices_stay_finite(size: float) -> None:
-    assert newton_schulz(torch.full((3, 4), size)).isfinite().all()
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("exponent", [-120, -60, 60, 120])
+def test_the_scale_of_a_matrix_does_not_matter(exponent: int, dtype: torch.dtype | None) -> None:
+    matrix = torch.randn(2, 8, 12)
+    scaled = newton_schulz(matrix * 2.0**exponent, dtype=dtype)
+    assert torch.equal(scaled, newton_schulz(matrix, dtype=dtype))
+
+
+def test_zero_and_empty_matrices_stay_what_they_are() -> None:
+    for shape in [(3, 4), (2, 0, 5), (0, 3, 4)]:
+        assert torch.equal(newton_schulz(torch.zeros(shape)), torch.zeros(shape))
+
+
+def test_a_batch_larger_than_a_chunk_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    matrices = torch.randn(7, 4, 6, dtype=torch.float64)
+    whole = newton_schulz(matrices)
+    monkeypatch.setattr("isokron.linalg.polar.CPU_CHUNK", 2 * 4 * 6 * 8)
+    torch.testing.assert_close(newton_schulz(matrices), whole)
 
 
 @pytest.mark.parametrize(

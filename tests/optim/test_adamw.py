@@ -125,3 +125,61 @@ def test_one_step_counter_serves_all_until_a_gradient_is_missing() -> None:
     params[0].grad = None
     optimizer.step()
     assert [optimizer.state[p]["step"].item() for p in params] == [1, 2]
+
+
+def test_parameters_that_join_late_count_their_own_steps() -> None:
+    mine, theirs = pair([(3,), (4,), (5,)], torch.float32)
+    ours, reference = isokron.AdamW(mine), torch.optim.AdamW(theirs, fused=True)
+    for step in range(6):
+        for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+            frozen = i > 0 and step < 2
+            a.requires_grad_(not frozen)
+            a.grad = None if frozen else torch.randn(a.shape)
+            b.grad = a.grad
+        ours.step()
+        reference.step()
+    assert [ours.state[p]["step"].item() for p in mine] == [6, 4, 4]
+    assert all(map(torch.equal, mine, theirs))
+
+
+def test_a_checkpoint_with_state_for_some_parameters_counts_right() -> None:
+    mine, theirs = pair([(3,), (4,), (5,)], torch.float32)
+    ours, reference = isokron.AdamW(mine), torch.optim.AdamW(theirs, fused=True)
+    theirs[2].grad = torch.randn(5)
+    reference.step()
+    with torch.no_grad():
+        mine[2].copy_(theirs[2])
+    ours.load_state_dict(copy.deepcopy(reference.state_dict()))
+    for _ in range(3):
+        for a, b in zip(mine, theirs, strict=True):
+            a.grad = torch.randn(a.shape)
+            b.grad = a.grad.clone()
+        ours.step()
+        reference.step()
+    assert all(map(torch.equal, mine, theirs))
+
+
+def test_a_layout_that_changes_during_training_is_followed() -> None:
+    weight = torch.randn(6, 4)
+    a, b = nn.Parameter(weight.clone().T), nn.Parameter(weight.clone().T.contiguous())
+    ours, reference = isokron.AdamW([a], lr=0.1), torch.optim.AdamW([b], lr=0.1)
+    for step in range(6):
+        if step == 3:
+            a.grad = None
+            a.data = a.data.contiguous()
+        a.grad = torch.randn(4, 6)
+        b.grad = a.grad.clone()
+        ours.step()
+        reference.step()
+    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_settings_that_a_checkpoint_of_torch_lacks_are_kept() -> None:
+    params, others = pair([(3,)], torch.bfloat16)
+    reference = torch.optim.AdamW(others, lr=0.5)
+    others[0].grad = torch.ones_like(others[0])
+    reference.step()
+    ours = isokron.AdamW([{"params": params, "lr_scale": 0.1}], state_dtype=torch.float32)
+    ours.load_state_dict(reference.state_dict())
+    group = ours.param_groups[0]
+    assert (group["lr"], group["lr_scale"], group["state_dtype"]) == (0.5, 0.1, torch.float32)

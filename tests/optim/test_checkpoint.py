@@ -1,5 +1,6 @@
 """Loading says what does not fit, and leaves the optimizer as it was."""
 
+import collections
 import copy
 from typing import Any
 
@@ -87,3 +88,57 @@ def test_state_goes_through_torch_distributed_checkpoint(make: type) -> None:
     train(model, optimizer, range(3, 6))
     train(twin, resumed, range(3, 6))
     assert equal(model, twin)
+
+
+def test_a_checkpoint_with_blocks_to_spare_is_refused() -> None:
+    four, two = (torch.nn.Parameter(torch.randn(n, 3, 5)) for n in (4, 2))
+    saved = isokron.Muon([{"params": [four], "stacked": 1}])
+    four.grad = torch.randn(4, 3, 5)
+    saved.step()
+    other = isokron.Muon([{"params": [two], "stacked": 1}])
+    with pytest.raises(ValueError, match=r"'momentum\.2' is not part of this state"):
+        other.load_state_dict(saved.state_dict())
+
+
+def test_a_checkpoint_of_adamw_does_not_pass_for_one_of_muon() -> None:
+    model, adamw = trained(isokron.AdamW)
+    with pytest.raises(ValueError, match="'exp_avg' is not part of this state"):
+        isokron.Muon(model.named_parameters()).load_state_dict(adamw.state_dict())
+
+
+def test_state_that_was_replaced_or_reset_is_the_state() -> None:
+    model, optimizer = trained(isokron.Muon)
+    twin_model, twin = copy.deepcopy((model, optimizer))
+    for param, entry in list(optimizer.state.items()):
+        optimizer.state[param] = {key: value.clone() for key, value in entry.items()}
+    train(model, optimizer, range(3, 6))
+    train(twin_model, twin, range(3, 6))
+    assert equal(model, twin_model)
+    assert all(entry["step"] == 6 for entry in optimizer.state_dict()["state"].values())
+    optimizer.state = collections.defaultdict(dict)
+    train(model, optimizer, range(6, 7))
+    assert all(entry["step"] == 1 for entry in optimizer.state_dict()["state"].values())
+
+
+def test_settings_changed_in_mid_training_take_effect() -> None:
+    model = net()
+    optimizer = isokron.SignDescent(model.named_parameters(), momentum=0.0)
+    train(model, optimizer, range(2))
+    (group,) = optimizer.param_groups
+    group["momentum"] = 0.9
+    train(model, optimizer, range(2, 4))
+    entry = optimizer.state[model.square.weight]
+    assert entry["step"] == 4
+    assert entry["momentum.0"].any()
+    group["momentum"], group["graft"] = 0.0, "adam"
+    train(model, optimizer, range(4, 6))
+    assert set(optimizer.state[model.square.weight]) == {"step", "graft.0"}
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def test_skipped_steps_are_counted_across_copies() -> None:
+    weight = torch.nn.Parameter(torch.zeros(2, 2))
+    weight.grad = torch.full((2, 2), torch.nan)
+    optimizer = isokron.Muon([weight], nonfinite="skip")
+    optimizer.step()
+    assert copy.deepcopy(optimizer).skipped_steps == 1

@@ -4,6 +4,7 @@ import copy
 import logging
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -294,6 +295,23 @@ def test_a_tensor_learning_rate_is_a_learning_rate() -> None:
         train(reference, make(reference.parameters(), lr=0.01), range(3))
         for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_numbers_of_numpy_and_tensors_of_one_element_are_learning_rates() -> None:
+    for lr in (np.float32(0.01), torch.tensor([0.01])):
+        model = net()
+        train(model, isokron.Muon(model.parameters(), lr=lr), range(2))
+
+
+def test_a_tensor_learning_rate_is_scaled_once_a_group() -> None:
+    model = net()
+    groups = isokron.param_groups(model)
+    optimizer = isokron.Muon(groups, lr=torch.tensor(0.01))
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=0)
+    schedule.step(1.0)
+    schedule.step(2.0)
+    assert len(groups) > 1
+    assert all(abs(group["lr"].item() - 1e-3) < 1e-8 for group in optimizer.param_groups)
 
 
 def test_a_parameter_whose_data_was_replaced_is_still_stepped() -> None:

@@ -113,3 +113,41 @@ def test_a_fused_projection_is_split_into_its_parts(dim: int) -> None:
 def test_wrong_settings_of_its_own_are_named(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         isokron.Muon([nn.Parameter(torch.zeros(2, 2))], **settings)
+
+
+def test_a_part_of_one_row_is_a_matrix_of_its_own() -> None:
+    """The blocks of a batch must not mix, whatever their shape."""
+    weight = nn.Parameter(torch.zeros(4, 8))
+    optimizer = isokron.Muon(
+        [{"params": [weight], "split": 4}], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False
+    )
+    updates = []
+    for size in (1.0, 100.0):
+        with torch.no_grad():
+            weight.zero_()
+        weight.grad = torch.ones(4, 8)
+        weight.grad[1:, ::2] *= -size
+        optimizer.step()
+        updates.append(weight.detach()[0].clone())
+    assert torch.equal(*updates)
+
+
+def test_a_split_of_a_dimension_that_is_merged_is_written_back() -> None:
+    start, grad = torch.randn(4, 5, 6), torch.randn(4, 5, 6)
+    fused = nn.Parameter(start.clone())
+    fused.grad = grad
+    parts = [nn.Parameter(part.clone()) for part in start.split(2, 2)]
+    for part, its_grad in zip(parts, grad.split(2, 2), strict=True):
+        part.grad = its_grad
+    isokron.Muon([{"params": [fused], "split": 3, "split_dim": 2}]).step()
+    isokron.Muon(parts).step()
+    torch.testing.assert_close(fused.detach(), torch.cat([p.detach() for p in parts], 2))
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+def test_a_grafted_first_step_has_the_full_length(kind: str) -> None:
+    weight = nn.Parameter(torch.zeros(16, 16))
+    weight.grad = torch.randn(16, 16)
+    isokron.Muon([weight], lr=1.0, graft=kind, weight_decay=0.0).step()
+    expected = weight.grad.norm() if kind == "sgd" else torch.tensor(16.0)
+    torch.testing.assert_close(weight.detach().norm(), expected, rtol=1e-4, atol=0)

@@ -76,6 +76,17 @@ def test_the_last_layer_of_a_sequence_is_its_head() -> None:
     assert [name for name, kind in kinds(model).items() if kind == "heads"] == ["4.weight"]
 
 
+def test_a_head_under_weight_norm_is_a_head() -> None:
+    head = nn.utils.parametrizations.weight_norm(nn.Linear(8, 3))
+    found = kinds(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), head))
+    assert found["2.parametrizations.weight.original1"] == "heads"
+
+
+def test_a_lazy_layer_is_asked_to_run_first() -> None:
+    with pytest.raises(ValueError, match="run one forward pass"):
+        isokron.param_groups(nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 2)))
+
+
 def test_a_norm_with_a_matrix_of_scales_is_a_norm() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm((4, 6)), nn.Linear(6, 6), nn.Linear(6, 2))
     assert kinds(model)["1.weight"] == "norms"

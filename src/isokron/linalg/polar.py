@@ -16,6 +16,12 @@ POLYNOMIALS: dict[str, Coefficients] = {
 }
 
 
+# So many bytes of matrices are iterated on at a time: what the caches of a CPU hold, and enough to
+# keep a device busy. It bounds the memory that the intermediate products of a large batch take.
+CPU_CHUNK = 2**21
+DEVICE_CHUNK = 2**28
+
+
 def newton_schulz(
     matrix: Tensor,
     steps: int = 5,
@@ -34,20 +40,39 @@ def newton_schulz(
             f"newton_schulz needs matrices [..., m, n], got shape {tuple(matrix.shape)}"
         )
     triples = schedule(coefficients, steps)
+    if matrix.numel() == 0:
+        return matrix.clone()
+    wide = torch.promote_types(matrix.dtype, torch.float32)
     if dtype is None:
-        on_cpu = matrix.device.type == "cpu"
-        dtype = torch.promote_types(matrix.dtype, torch.float32) if on_cpu else torch.bfloat16
+        dtype = wide if matrix.device.type == "cpu" else torch.bfloat16
     tall = matrix.size(-2) > matrix.size(-1)
-    x = matrix.to(dtype)
-    x = x.mT if tall else x  # A = XXᵀ is then on the short side
-    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=eps)
-    batch_shape, x = x.shape[:-2], x.reshape(-1, *x.shape[-2:])
+    stack = matrix.mT if tall else matrix  # A = XXᵀ is then on the short side
+    stack = stack.reshape(-1, *stack.shape[-2:])
+    limit = CPU_CHUNK if matrix.device.type == "cpu" else DEVICE_CHUNK
+    chunks = stack.split(max(1, limit // (stack[0].numel() * stack.element_size())))
+    parts = [_iterate_(_scaled(chunk.to(wide)).to(dtype), triples, eps) for chunk in chunks]
+    x = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(matrix.dtype)
+    x = x.reshape(*matrix.shape[:-2], *x.shape[-2:])
+    return x.mT if tall else x
+
+
+def _iterate_(x: Tensor, triples: Sequence[Coefficients], eps: float) -> Tensor:
+    x.div_(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=eps))
     for a, b, c in triples:
         gram = x @ x.mT
         gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, gram, x, beta=a)
-    x = x.reshape(*batch_shape, *x.shape[-2:])
-    return (x.mT if tall else x).to(matrix.dtype)
+    return x
+
+
+def _scaled(x: Tensor) -> Tensor:
+    """x times the power of two, which rounds nothing, that brings its largest entry near one.
+
+    Without it the norm of a finite matrix may overflow, and that of a tiny one drown in `eps`.
+    """
+    low, high = x.flatten(1).aminmax(dim=1)
+    exponent = torch.frexp(torch.maximum(-low, high)).exponent
+    return torch.ldexp(x, -exponent.view(-1, 1, 1))
 
 
 def schedule(

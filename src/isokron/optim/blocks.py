@@ -12,8 +12,12 @@ Index = tuple[int | slice, ...]
 
 @dataclass(frozen=True)
 class Block:
-    """One block of a parameter: index it, view the part as `merged`, cut that."""
+    """One block of a parameter: index it, view the part as `merged`, cut that.
 
+    `part`: which part of the parameter this is; blocks of one part have the same index.
+    """
+
+    part: int
     index: Index
     merged: tuple[int, ...]
     cut: tuple[slice, ...]
@@ -79,6 +83,7 @@ def cut_blocks(
     inner = tuple(shape[stacked:])
     lengths = split_sizes(inner, split, split_dim)
     whole = slice(None)
+    parts = itertools.count()
     blocks = []
     for lead in itertools.product(*map(range, shape[:stacked])):
         for start, length in zip(itertools.accumulate(lengths, initial=0), lengths, strict=False):
@@ -88,8 +93,11 @@ def cut_blocks(
                 narrow = (whole,) * split_dim + (slice(start, start + length),)
                 part = (*inner[:split_dim], length, *inner[split_dim + 1 :])
             merged = merge_dims(part, max_dim, order)
-            cuts = [_pieces(size, max_dim) for size in merged]
-            blocks += [Block((*lead, *narrow), merged, cut) for cut in itertools.product(*cuts)]
+            if is_matrix(inner):  # a part of one row is a matrix of one row
+                merged = (1,) * (2 - len(merged)) + merged
+            cuts = itertools.product(*(_pieces(size, max_dim) for size in merged))
+            number = next(parts)
+            blocks += [Block(number, (*lead, *narrow), merged, cut) for cut in cuts]
     return blocks
 
 

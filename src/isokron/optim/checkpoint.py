@@ -1,83 +1,89 @@
-"""State dicts that load as they were saved: no casts, no reordering, errors that name the key."""
+"""State that is taken over as it is: no casts, no reordering, errors that name the key."""
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from isokron.optim.blocks import Batch
 from isokron.optim.groups import param_name
 from isokron.optim.plan import Plan
 
 
 class _Kept:
-    """A tensor hidden from torch's loader, which would cast it to its parameter's dtype."""
+    """A value hidden from torch's loader, which would cast it to its parameter's dtype."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
 
 def shield(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A load_state_dict pre-hook: hide every value of the state from casting."""
+    """A load_state_dict pre-hook: hide state from casting, keep settings the checkpoint lacks."""
     hidden = {
         param: {key: _Kept(value) for key, value in entry.items()}
         for param, entry in state_dict["state"].items()
     }
-    return {**state_dict, "state": hidden}
+    saved, mine = state_dict["param_groups"], optimizer.param_groups
+    if len(saved) == len(mine):  # else torch says so
+        kept = [{k: v for k, v in group.items() if k != "params"} for group in mine]
+        saved = [{**old, **new} for old, new in zip(kept, saved, strict=True)]
+    return {**state_dict, "state": hidden, "param_groups": saved}
 
 
-def unshield(state: MutableMapping[Tensor, Any]) -> None:
-    for param, entry in list(state.items()):
-        state[param] = {
-            key: value.value if isinstance(value, _Kept) else value for key, value in entry.items()
-        }
+def unshield(state: MutableMapping[Tensor, Any]) -> bool:
+    """Undo `shield`; whether there was anything to undo."""
+    kept = [param for param, entry in state.items() if _is_kept(entry)]
+    for param in kept:
+        state[param] = {key: value.value for key, value in state[param].items()}
+    return bool(kept)
 
 
-def adopt(
-    plan: Plan, state: Mapping[Tensor, Any], group: Mapping[str, Any], optimizer: str
-) -> None:
-    """Copy a loaded state into the plan's batches and lists, after checking it fits."""
-    where = {
-        param: f"{optimizer}.load_state_dict: parameter {param_name(group, i)}"
-        for i, param in enumerate(group["params"])
-        if state.get(param)
-    }
+def _is_kept(entry: Mapping[str, Any]) -> bool:
+    return any(isinstance(value, _Kept) for value in entry.values())
+
+
+def adopt(plan: Plan, state: Mapping[Tensor, Any], group: Mapping[str, Any], who: str) -> None:
+    """Copy what state there is into the plan's batches and lists; what is new starts afresh."""
+    for where, saved, wanted in _pairs(plan, state, group, who):
+        for key in set(saved) & set(wanted):
+            shape = torch.as_tensor(saved[key]).shape
+            if shape != wanted[key].shape:
+                raise ValueError(
+                    f"{where}: {key!r} has shape {tuple(shape)} in the state and "
+                    f"{tuple(wanted[key].shape)} here; the blocks or the model differ"
+                )
     for batch in plan.batches:
         for i, row in enumerate(batch.rows):
-            if row.param in where:
-                _adopt_row(batch, i, state[row.param], where[row.param])
+            saved = state.get(row.param) or {}
+            batch.step[i] = float(saved.get("step", 0))
+            for key, value in batch.state.items():
+                if f"{key}.{row.number}" in saved:
+                    value[i].copy_(saved[f"{key}.{row.number}"])
     for fused in plan.fused:
         for i, param in enumerate(fused.params):
-            if param in where:
-                _check_fits(state[param], fused.row(i), where[param])
-                fused.adopt_(i, state[param])
+            fused.adopt_(i, state.get(param) or {})
         fused.share_step_()
 
 
-def _adopt_row(batch: Batch, i: int, saved: Mapping[str, Any], where: str) -> None:
-    number = batch.rows[i].number
-    wanted = {f"{key}.{number}": value[i] for key, value in batch.state.items()}
-    mine = {key: value for key, value in saved.items() if key.endswith(f".{number}")}
-    _check_fits({"step": saved.get("step"), **mine}, {"step": batch.step[i], **wanted}, where)
-    batch.step[i] = float(saved["step"])
-    for key, value in wanted.items():
-        value.copy_(saved[key])
-
-
-def _check_fits(saved: Mapping[str, Any], wanted: Mapping[str, Tensor], where: str) -> None:
-    differing = sorted(set(saved) ^ set(wanted)) or (["step"] if saved.get("step") is None else [])
-    if differing:
-        key = differing[0]
-        lies = "is missing from the checkpoint" if key in wanted else "is not part of this state"
-        raise ValueError(
-            f"{where}: {key!r} {lies} (checkpoint has {sorted(saved)}, this optimizer "
-            f"{sorted(wanted)}); load it into the optimizer and settings that saved it"
-        )
-    for key, value in wanted.items():
-        shape = torch.as_tensor(saved[key]).shape
-        if shape != value.shape:
+def check_keys(plan: Plan, state: Mapping[Tensor, Any], group: Mapping[str, Any], who: str) -> None:
+    """Refuse a checkpoint of another optimizer, other settings or other blocks."""
+    for where, saved, wanted in _pairs(plan, state, group, who):
+        differing = sorted(set(saved) ^ set(wanted))
+        if differing:
+            key = differing[0]
+            lies = "missing from the checkpoint" if key in wanted else "not part of this state"
             raise ValueError(
-                f"{where}: {key!r} has shape {tuple(shape)} in the checkpoint and "
-                f"{tuple(value.shape)} here; the blocks or the model differ"
+                f"{where}: {key!r} is {lies} (the checkpoint has {', '.join(sorted(saved))}; this "
+                f"optimizer {', '.join(sorted(wanted))}); load it into the optimizer, settings "
+                "and model that saved it"
             )
+
+
+def _pairs(
+    plan: Plan, state: Mapping[Tensor, Any], group: Mapping[str, Any], who: str
+) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Tensor]]]:
+    """Per parameter that has state: how an error calls it, its state, and the plan's."""
+    wanted = plan.entries()
+    for i, param in enumerate(group["params"]):
+        if state.get(param) and param in wanted:
+            yield f"{who}: state of parameter {param_name(group, i)}", state[param], wanted[param]

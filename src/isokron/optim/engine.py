@@ -26,10 +26,12 @@ from isokron.optim.groups import (
     param_name,
 )
 from isokron.optim.moments import first_moment_
-from isokron.optim.plan import Plan, build_plan
+from isokron.optim.plan import Plan, Shown, build_plan
 
 logger = logging.getLogger(__name__)
 
+# (parameter, number of its part) → the part, and its copy in an order that blocks can be cut from
+Copies = dict[tuple[Tensor, int], tuple[Tensor, Tensor]]
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
 
@@ -41,10 +43,11 @@ class Preconditioned(torch.optim.Optimizer):
     """
 
     order: ClassVar[int | None] = None  # merge dimensions until blocks have so many
-    debias: ClassVar[bool] = True  # False where the direction ignores the moment's scale
+    debias: ClassVar[bool] = True  # False where, but for grafting, the moment's scale is ignored
 
     def __init__(self, params: Params, lr: float | Tensor, **settings: Any) -> None:
         self._plans: list[Plan] = []
+        self._shown: Shown | None = None
         self.skipped_steps = 0
         super().__init__(params, {**SHARED, "lr": lr, **settings})
 
@@ -81,6 +84,8 @@ class Preconditioned(torch.optim.Optimizer):
         check_spelling(type(self).__name__, param_group, known)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        if isinstance(group["lr"], Tensor):
+            group["lr"] = group["lr"].clone()  # groups that share it would all scale it in turn
         try:
             check_group(type(self).__name__, group)
             self.check(group)
@@ -104,18 +109,20 @@ class Preconditioned(torch.optim.Optimizer):
         if not self._gradients_fit():
             return loss
         for group, plan in zip(self.param_groups, self._current_plans(), strict=True):
-            copies: dict[Tensor, Tensor] = {}
+            copies: Copies = {}
             for batch in plan.batches:
                 self._step_batch(batch, group, copies)
-            for param, copy in copies.items():
-                param.copy_(copy)
-            for fused in plan.fused:
-                if fused.step_(group):
-                    plan.publish_fused(fused, self.state)
+            for part, copy in copies.values():
+                part.copy_(copy.view(part.shape))
+            parted = [fused.step_(group) for fused in plan.fused]
+            if any(parted):
+                self._show(plan)
         return loss
 
     def state_dict(self) -> dict[str, Any]:
         """Flat keys and plain tensors; loads with weights_only=True."""
+        if self._plans:
+            self._current_plans()
         packed = super().state_dict()
         # parameters that share a counter here must not in an optimizer that counts each by itself
         packed["state"] = {
@@ -137,17 +144,20 @@ class Preconditioned(torch.optim.Optimizer):
         finally:
             handle.remove()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "skipped_steps": self.skipped_steps}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
+        """Called by unpickling, by copying and by torch's load_state_dict."""
         super().__setstate__(state)
         self.defaults.pop("differentiable", None)  # torch adds it; no group here has a use for it
-        self._plans = []
-        self.__dict__.setdefault("skipped_steps", 0)
+        self._plans, self._shown = [], None
         for group in self.param_groups:
             for key, value in self.defaults.items():
-                group.setdefault(key, value)  # a checkpoint of torch.optim's AdamW has fewer
-        checkpoint.unshield(self.state)
+                group.setdefault(key, value)
+        loading = checkpoint.unshield(self.state)
         if self.state:
-            self._current_plans()
+            self._current_plans(loading)
 
     # One step, piece by piece.
 
@@ -174,19 +184,28 @@ class Preconditioned(torch.optim.Optimizer):
             return False
         return True
 
-    def _current_plans(self) -> list[Plan]:
-        """One plan a group, built when the group is first seen or its parameters have changed."""
+    def _current_plans(self, loading: bool = False) -> list[Plan]:
+        """One plan a group, made anew where the group, its settings or its state were changed."""
         del self._plans[len(self.param_groups) :]
+        if self._shown is not None and not self._shown.still(self.state):
+            self._plans = []
         for i, group in enumerate(self.param_groups):
-            if i < len(self._plans) and self._plans[i].holds(group["params"]):
+            if i < len(self._plans) and self._plans[i].holds(group):
                 continue
-            plan = build_plan(group, self.takes, self.order)
+            plan = build_plan(group, self.takes, self.order, self.state)
             for batch in plan.batches:
                 batch.state = self._full_state(batch, group)
+            if loading:
+                checkpoint.check_keys(plan, self.state, group, type(self).__name__)
             checkpoint.adopt(plan, self.state, group, type(self).__name__)
-            plan.publish(self.state)
             self._plans[i : i + 1] = [plan]
+            self._show(plan)
         return self._plans
+
+    def _show(self, plan: Plan) -> None:
+        """Let `optimizer.state` be the plan's state."""
+        self.state.update(plan.entries())
+        self._shown = Shown(self.state)
 
     def _full_state(self, batch: Batch, group: Mapping[str, Any]) -> dict[str, Tensor]:
         state = {}
@@ -196,9 +215,7 @@ class Preconditioned(torch.optim.Optimizer):
             state["graft"] = batch.zeros()
         return {**state, **self.init_state(batch, group)}
 
-    def _step_batch(
-        self, batch: Batch, group: Mapping[str, Any], copies: dict[Tensor, Tensor]
-    ) -> None:
+    def _step_batch(self, batch: Batch, group: Mapping[str, Any], copies: Copies) -> None:
         present = batch.present()
         if not present:
             return
@@ -234,7 +251,7 @@ class Preconditioned(torch.optim.Optimizer):
         self.observe(grad, state, group)
         moment = grad
         if group["momentum"] > 0:
-            counted = state["step"] if self.debias else None
+            counted = state["step"] if self.debias or group["graft"] else None
             moment = first_moment_(
                 state["momentum"], grad, group["momentum"], group["nesterov"], counted
             )
@@ -257,11 +274,13 @@ class Preconditioned(torch.optim.Optimizer):
         return torch.where(state["step"] < start, simple, update) if start > 1 else update
 
 
-def _writable(row: Row, copies: dict[Tensor, Tensor]) -> Tensor:
+def _writable(row: Row, copies: Copies) -> Tensor:
     """The row's block as a view to write into: of the parameter, or of a copy kept for the step."""
-    param = copies.get(row.param, row.param)
+    block = row.block
     try:
-        return row.block.view(param)
+        return block.view(row.param)
     except RuntimeError:  # strides that do not merge, such as channels_last
-        copies[row.param] = param.contiguous(memory_format=torch.contiguous_format)
-        return row.block.view(copies[row.param])
+        part = row.param[block.index]
+        key = (row.param, block.part)
+        _, copy = copies.setdefault(key, (part, part.reshape(block.merged)))
+        return copy[block.cut]

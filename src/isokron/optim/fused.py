@@ -28,21 +28,23 @@ class FusedList:
         names = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * amsgrad
         self.state = {key: [torch.zeros_like(p, dtype=dtype) for p in params] for key in names}
         self.step = [torch.zeros((), device=params[0].device)] * len(params)
+        self.plain = all(m.is_contiguous() for m in self.state["exp_avg"])  # once and for all
 
     def row(self, i: int) -> dict[str, Tensor]:
         """The state of parameter i under the names torch.optim.AdamW gives it."""
         return {"step": self.step[i], **{key: values[i] for key, values in self.state.items()}}
 
     def adopt_(self, i: int, saved: Mapping[str, Any]) -> None:
-        """Take over a saved state, whatever its layout, dtype or device."""
-        self.step[i] = torch.zeros_like(self.step[i]).copy_(torch.as_tensor(saved["step"]))
+        """Take over what there is of a saved state, whatever its layout, dtype or device."""
+        self.step[i] = torch.full_like(self.step[i], float(saved.get("step", 0)))
         for key, values in self.state.items():
-            values[i].copy_(saved[key])
+            if key in saved:
+                values[i].copy_(saved[key])
 
     def share_step_(self) -> None:
-        """Let one counter serve all parameters again where all have seen as many gradients."""
-        if len({float(step) for step in self.step}) == 1:
-            self.step = [self.step[0]] * len(self.params)
+        """Let one counter serve all parameters where all have seen as many gradients, else none."""
+        alike = len({float(step) for step in self.step}) == 1
+        self.step = [self.step[0]] * len(self.step) if alike else [s.clone() for s in self.step]
 
     def step_(self, group: Mapping[str, Any]) -> bool:
         """One step; True if the counters had to part because a gradient was missing."""
@@ -80,7 +82,7 @@ class FusedList:
             grads = list(torch._foreach_add(grads, params, alpha=signed))
             weight_decay = 0.0
         targets = params
-        if not _flat(params, grads, self.dtype):
+        if not (self.plain and _flat(params, grads, self.dtype)):
             exp_avg = state["exp_avg"]
             targets = [_laid_out(p, m, self.dtype) for p, m in zip(params, exp_avg, strict=True)]
             grads = [_laid_out(g, m, self.dtype) for g, m in zip(grads, exp_avg, strict=True)]

@@ -3,6 +3,7 @@
 import difflib
 import math
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -44,6 +45,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 def learning_rate(group: Mapping[str, Any]) -> Any:
     """The group's own rate: the schedule's value times the group's scale. A float or a tensor."""
     lr, scale = group["lr"], group["lr_scale"]
+    if isinstance(lr, Tensor):
+        lr = lr.reshape(())
     return lr if scale == 1.0 else lr * scale
 
 
@@ -141,7 +144,7 @@ def _scalar(value: Any) -> float:
     """The number as a float; NaN, which fails every comparison, for anything else."""
     if isinstance(value, Tensor):
         value = value.item() if value.numel() == 1 else math.nan
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, Real):  # numpy's numbers are Real too
         return math.nan
     return float(value) if math.isfinite(value) else math.nan
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -15,6 +16,10 @@ from isokron.optim.groups import state_dtype
 State = MutableMapping[Tensor, Any]
 
 
+# what the blocks and the state of a group depend on; changing one makes a new plan
+LAYOUT = ("route", "stacked", "split", "split_dim", "max_dim", "graft", "amsgrad", "state_dtype")
+
+
 @dataclass(frozen=True)
 class Plan:
     """One group's parameters, each in the rows of batches or in a list for AdamW.
@@ -23,33 +28,58 @@ class Plan:
     """
 
     params: list[Tensor]
+    layout: tuple[Any, ...]
     idle: list[Tensor]
     batches: list[Batch]
     fused: list[FusedList]
 
-    def holds(self, params: list[Tensor]) -> bool:
-        """Whether the plan was made for these parameters and has all that take part now."""
-        same = len(self.params) == len(params) and all(map(is_, self.params, params))
-        return same and all(param.grad is None for param in self.idle)
+    def holds(self, group: Mapping[str, Any]) -> bool:
+        """Whether the plan was made for this group as it is and has all that take part now."""
+        params = group["params"]
+        return (
+            len(self.params) == len(params)
+            and all(map(is_, self.params, params))
+            and self.layout == layout(group)
+            and all(param.grad is None for param in self.idle)
+        )
 
-    def publish(self, state: State) -> None:
-        """Show the batches' state as the optimizer's: flat keys, plain tensors, views of rows."""
+    def entries(self) -> dict[Tensor, dict[str, Tensor]]:
+        """The state of every parameter: flat keys, plain tensors, views of the batches' rows."""
         entries: dict[Tensor, dict[str, Tensor]] = {}
         for batch in self.batches:
             for i, row in enumerate(batch.rows):
                 entry = entries.setdefault(row.param, {"step": batch.step[i]})
                 entry.update({f"{key}.{row.number}": v[i] for key, v in batch.state.items()})
-        state.update(entries)
         for fused in self.fused:
-            self.publish_fused(fused, state)
+            entries |= {param: fused.row(i) for i, param in enumerate(fused.params)}
+        return entries
 
-    def publish_fused(self, fused: FusedList, state: State) -> None:
-        for i, param in enumerate(fused.params):
-            state[param] = fused.row(i)
+
+class Shown:
+    """What stands in `optimizer.state`, to notice when somebody has put something else there."""
+
+    def __init__(self, state: State) -> None:
+        self.entries = list(state.values())
+        self.values = list(chain.from_iterable(entry.values() for entry in self.entries))
+
+    def still(self, state: State) -> bool:
+        return (
+            len(state) == len(self.entries)
+            and all(map(is_, state.values(), self.entries))
+            and sum(map(len, self.entries)) == len(self.values)
+            and all(map(is_, chain.from_iterable(map(dict.values, self.entries)), self.values))
+        )
+
+
+def layout(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    return (group["momentum"] > 0, *[group[key] for key in LAYOUT])
 
 
 def build_plan(
-    group: Mapping[str, Any], takes: Callable[[Tensor, Mapping[str, Any]], bool], order: int | None
+    group: Mapping[str, Any],
+    takes: Callable[[Tensor, Mapping[str, Any]], bool],
+    order: int | None,
+    state: Mapping[Tensor, Any],
 ) -> Plan:
     """Batches of equal blocks of what the method takes, lists for AdamW of the rest."""
     rows: dict[tuple[Any, ...], list[Row]] = {}
@@ -58,7 +88,7 @@ def build_plan(
     for param in group["params"]:
         if param.numel() == 0:
             continue
-        if not param.requires_grad and param.grad is None:
+        if not param.requires_grad and param.grad is None and not state.get(param):
             idle.append(param)
             continue
         if not takes(param, group):
@@ -80,4 +110,4 @@ def build_plan(
         FusedList(params, state_dtype(params[0], group), group["amsgrad"])
         for params in lists.values()
     ]
-    return Plan(list(group["params"]), idle, batches, fused)
+    return Plan(list(group["params"]), layout(group), idle, batches, fused)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.parameter import UninitializedParameter
 
 from isokron.optim.blocks import is_matrix
 
@@ -49,6 +50,12 @@ def param_groups(
     a number of equal parts or their sizes. `lr_scale`: factors on the schedule. `weight_decay`.
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    for name, param in named.items():
+        if isinstance(param, UninitializedParameter):
+            raise ValueError(
+                f"param_groups: {name!r} has no shape yet; run one forward pass through the model "
+                "before asking what its parameters are"
+            )
     if not named:
         raise ValueError("param_groups: the model has no parameter that requires a gradient")
     owners = _owners(model)
@@ -163,8 +170,8 @@ def _heads(model: nn.Module, adapters: set[Tensor]) -> set[Tensor]:
     """
     said = getattr(model, "get_output_embeddings", None)
     head = said() if callable(said) else None
-    if isinstance(head, nn.Module) and isinstance(getattr(head, "weight", None), Tensor):
-        return {head.weight}  # type: ignore[arg-type]
+    if isinstance(head, nn.Module):
+        return _matrices(head)
     layers = {
         name: module
         for name, module in model.named_modules()
@@ -175,7 +182,12 @@ def _heads(model: nn.Module, adapters: set[Tensor]) -> set[Tensor]:
     if not layers or len(matrices) < 2:
         return set()
     name, last = list(layers.items())[-1]
-    return set() if _in_repeated_block(model, name) else {last.weight}
+    return set() if _in_repeated_block(model, name) else _matrices(last)
+
+
+def _matrices(module: nn.Module) -> set[Tensor]:
+    """A layer's matrices, also where its weight is computed from them (weight norm, adapters)."""
+    return {param for param in module.parameters() if is_matrix(param.shape)}
 
 
 def _in_repeated_block(model: nn.Module, name: str) -> bool:
