@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import isokron
 
 ROOT = Path(isokron.__file__).parent
@@ -65,3 +67,11 @@ def test_importing_the_optimizers_loads_nothing_optional() -> None:
 
 def test_the_command_line_starts_without_torch() -> None:
     assert not (OPTIONAL | {"torch"}) & loaded_after("import isokron.cli")
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("muon", "did you mean Muon"), ("Nope", "it has AdamW")]
+)
+def test_a_name_that_is_not_there_is_told_what_is(name: str, hint: str) -> None:
+    with pytest.raises(AttributeError, match=hint):
+        getattr(isokron, name)

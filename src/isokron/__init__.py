@@ -1,4 +1,4 @@
-"""Kronecker-factored curvature: optimizers that train faster, and training-data attribution.
+"""Structured optimizers for PyTorch on one small engine, and races to judge them by.
 
 Names are imported on first use (PEP 562), so `import isokron` costs nothing and needs no torch.
 """
@@ -38,12 +38,16 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _FOLDERS:
-        return importlib.import_module(f"isokron.{name}")
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
-    raise AttributeError(f"module 'isokron' has no attribute {name!r}")
+if not TYPE_CHECKING:  # so that a type checker still sees which names there are
+
+    def __getattr__(name: str) -> Any:
+        if name in _FOLDERS:
+            return importlib.import_module(f"isokron.{name}")
+        if name in _HOMES:
+            return getattr(importlib.import_module(_HOMES[name]), name)
+        alike = [other for other in __all__ if other.lower() == name.lower()]
+        hint = f"did you mean {alike[0]}?" if alike else f"it has {', '.join(__all__)}"
+        raise AttributeError(f"module 'isokron' has no attribute {name!r}; {hint}")
 
 
 def __dir__() -> list[str]:

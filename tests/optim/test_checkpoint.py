@@ -142,3 +142,10 @@ def test_skipped_steps_are_counted_across_copies() -> None:
     optimizer = isokron.Muon([weight], nonfinite="skip")
     optimizer.step()
     assert copy.deepcopy(optimizer).skipped_steps == 1
+
+
+def test_other_groups_are_refused_with_both_sizes() -> None:
+    model, plain = trained(isokron.Muon)
+    routed = isokron.Muon(isokron.param_groups(model))
+    with pytest.raises(ValueError, match=r"groups of \[11\] parameters, this optimizer of \["):
+        routed.load_state_dict(plain.state_dict())

@@ -205,15 +205,25 @@ class Experts(nn.Module):
         return self.out(torch.einsum("bi,eij,bj->bi", x, self.w, x.repeat(1, 2)))
 
 
-def test_a_weight_that_may_be_a_stack_is_asked_about_once_and_not_when_told() -> None:
-    with pytest.warns(UserWarning, match=r"'w' of shape \(4, 8, 16\).*4 matrices.*stacked=\['w'\]"):
+def test_weights_in_no_known_layer_are_asked_about_once_and_not_when_told() -> None:
+    with pytest.warns(UserWarning, match=r"no layer of a known type: w \(4, 8, 16\).*stacked="):
         isokron.param_groups(Experts())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         isokron.param_groups(Experts(), stacked=["w"])
-        isokron.param_groups(Experts(), stacked={"w": 0})
+        isokron.param_groups(Experts(), method=["w"])
         isokron.param_groups(Experts(), adamw=["w"])
-        isokron.param_groups(nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(3, 2)))
+        isokron.param_groups(nn.Sequential(nn.Conv2d(2, 3, 3), nn.LSTM(3, 4), nn.Linear(4, 2)))
+        isokron.param_groups(nn.TransformerEncoderLayer(8, 2, 16))
+
+
+@pytest.mark.parametrize(("layer", "gates"), [(nn.LSTM, 4), (nn.GRU, 3), (nn.GRUCell, 3)])
+def test_the_gates_of_a_recurrent_layer_are_matrices_of_their_own(layer: type, gates: int) -> None:
+    groups = isokron.param_groups(layer(5, 6))
+    (matrices,) = [group for group in groups if group["name"] == "matrices"]
+    assert matrices["split"] == gates
+    assert len(matrices["params"]) == 2
+    isokron.Muon(groups)
 
 
 def test_overrides_go_by_name_pattern() -> None:
@@ -260,3 +270,10 @@ def test_overrides_that_cannot_be_meant_are_named(
 def test_a_model_with_nothing_to_train_is_refused() -> None:
     with pytest.raises(ValueError, match="no parameter that requires a gradient"):
         isokron.param_groups(nn.Linear(2, 2).requires_grad_(False))
+
+
+def test_parameters_in_place_of_the_model_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"write isokron.param_groups\(model\)"):
+        isokron.param_groups(nn.Linear(2, 2).parameters())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"Muon\(isokron.param_groups\(model\)\)"):
+        isokron.Muon(nn.Linear(2, 2))  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from isokron import race
-from isokron.race.store import Store, open_store, slug, write_atomically
+from isokron.race.store import Store, locked, open_store, slug, write_atomically
 
 
 def small(task, out, **changes):
@@ -21,7 +21,14 @@ def contents(folder):
 def test_a_race_leaves_all_its_files(task, tmp_path):
     small(task, tmp_path / "new" / "race")
     names = {path.name for path in (tmp_path / "new" / "race").iterdir()}
-    assert names == {"runs", "settings.json", "race.json", "race.csv", "index.html", "loss.svg"}
+    assert names - {".lock"} == {
+        "runs",
+        "settings.json",
+        "race.json",
+        "race.csv",
+        "index.html",
+        "loss.svg",
+    }
     runs = sorted(path.name for path in (tmp_path / "new" / "race" / "runs").iterdir())
     assert runs == [f"{o}-lr{lr}-seed0.json" for o in ("adamw", "muon") for lr in (0.003, 0.01)]
 
@@ -121,3 +128,22 @@ def test_diverged_runs_stand_in_json_and_csv(task, tmp_path):
     found = json.loads((tmp_path / "race.json").read_text(), parse_constant=pytest.fail)
     assert found["runs"][1]["status"] == "diverged"
     assert found["runs"][1]["final"] is None
+
+
+def test_a_folder_where_nothing_was_finished_is_free(tmp_path):
+    settings = {"task": "toy", "steps": 5}
+    open_store(tmp_path / "r", settings, resume=False)
+    changed = {"task": "toy", "steps": 6}
+    open_store(tmp_path / "r", changed, resume=False)
+    assert json.loads((tmp_path / "r" / "settings.json").read_text()) == changed
+
+
+def test_two_processes_cannot_race_in_one_folder(tmp_path):
+    with (
+        locked(tmp_path),
+        pytest.raises(ValueError, match="another process is racing"),
+        locked(tmp_path),
+    ):
+        pass
+    with locked(tmp_path):
+        pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from typing import Annotated, NoReturn
@@ -59,6 +60,9 @@ def main() -> NoReturn:
     # costs little alone and keeps its speed in company. Read once, when torch is loaded.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without × still shows the numbers
     # modules named in specs are looked for in the current folder, as `python -m` does
     if "" not in sys.path:
         sys.path.insert(0, "")

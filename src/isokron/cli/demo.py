@@ -33,7 +33,7 @@ def demo(
         if holds(out, settings(plan), but=VARYING):
             shutil.rmtree(out)
     typer.echo("A byte-level language model learns from presidents' speeches.", err=True)
-    result = conduct(plan, out, resume=False)
+    result = conduct(plan, out, False, "Run it again from the start with the same command.")
     with reported(1):
         show(result)
         winner = result.winner

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import typer
 
@@ -30,5 +32,22 @@ def reported(code: int) -> Iterator[None]:
             raise
         known = isinstance(error, (ValueError, ImportError, OSError))
         message = str(error) if known and str(error) else f"{type(error).__name__}: {error}"
+        message += _place(error)
         # a package that is not installed is not the call's fault
         raise typer.Exit(complain(message, 1 if isinstance(error, ImportError) else code)) from None
+
+
+def _place(error: Exception) -> str:
+    """Where in the user's own code it happened, if it did."""
+    ours = str(Path(__file__).parents[1])
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not f.filename.startswith(ours) and _is_own(f.filename)]
+    if not own:
+        return ""
+    return f" ({Path(own[-1].filename).name}, line {own[-1].lineno}; ISOKRON_TRACEBACK=1 shows all)"
+
+
+def _is_own(filename: str) -> bool:
+    """Neither a package nor Python's own: what is left, the user wrote."""
+    library = Path(traceback.__file__).parent
+    return "site-packages" not in filename and not filename.startswith((str(library), "<"))

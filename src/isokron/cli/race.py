@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -65,7 +66,7 @@ def race(
 
         plan = make_plan(task, split_specs(optimizers), steps, seeds, parse_rates(lr or []))
     folder = out if out is not None else Path("runs") / f"race-{slug(task)}"
-    result = conduct(plan, folder, resume)
+    result = conduct(plan, folder, resume, "Continue with the same command and --resume.")
     with reported(1):
         show(result)
     typer.echo(f"Page: {(folder / 'index.html').resolve()}")
@@ -89,28 +90,29 @@ def parse_rates(texts: Sequence[str]) -> dict[str, list[float]] | None:
     return rates or None
 
 
-def conduct(plan: Plan, folder: Path, resume: bool) -> Result:
-    """Race with progress on stderr; Ctrl-C shows what is finished and exits 130."""
+def conduct(plan: Plan, folder: Path, resume: bool, again: str) -> Result:
+    """Race with progress on stderr; Ctrl-C shows what is finished, says `again`, exits 130."""
     from isokron.race.conduct import Interrupted, execute
     from isokron.race.plan import settings
-    from isokron.race.store import open_store
+    from isokron.race.store import locked, open_store
 
     with reported(1):
         found = settings(plan)
-    with reported(2):
-        store = open_store(folder, found, resume)
-        store.read_runs()  # an unreadable file is told before the work
-    for note in plan.notes:
-        typer.echo(note, err=True)
-    try:
-        with reported(1):
-            return watched(lambda watch: execute(plan, found, store, watch))
-    except Interrupted as interrupted:
-        if interrupted.result.runs:
-            show(interrupted.result)
-        typer.echo(f"Page: {(folder / 'index.html').resolve()}")
-        typer.echo("Interrupted. Continue with the same command and --resume.", err=True)
-        raise typer.Exit(130) from None
+    with ExitStack() as stack:
+        with reported(2):
+            store = open_store(folder, found, resume)  # reads what is there, before any work
+            stack.enter_context(locked(folder))
+        for note in plan.notes:
+            typer.echo(note, err=True)
+        try:
+            with reported(1):
+                return watched(lambda watch: execute(plan, found, store, watch))
+        except Interrupted as interrupted:
+            if interrupted.result.runs:
+                show(interrupted.result)
+                typer.echo(f"Page: {(folder / 'index.html').resolve()}")
+            typer.echo(f"Interrupted. {again}", err=True)
+            raise typer.Exit(130) from None
 
 
 def watched(work: Callable[[Watcher], Result]) -> Result:

@@ -12,4 +12,5 @@ def tasks() -> None:
     for name, listing in BUILT_IN.items():
         size = f"{listing.parameters:>9,} parameters {listing.train:>9,} examples"
         typer.echo(f"{name:<15}{size}   {listing.about}")
-    typer.echo('\nTheir data are in packages: pip install "isokron[tasks]"')
+    typer.echo("\nA name without its size means the tiny one: digits is digits-tiny.")
+    typer.echo('Their data come with pip install "isokron[tasks]" (in a clone: ".[tasks]").')

@@ -24,10 +24,16 @@ def shield(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict
         for param, entry in state_dict["state"].items()
     }
     saved, mine = state_dict["param_groups"], optimizer.param_groups
-    if len(saved) == len(mine):  # else torch says so
-        kept = [{k: v for k, v in group.items() if k != "params"} for group in mine]
-        saved = [{**old, **new} for old, new in zip(kept, saved, strict=True)]
-    return {**state_dict, "state": hidden, "param_groups": saved}
+    sizes = [[len(group["params"]) for group in groups] for groups in (saved, mine)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"{type(optimizer).__name__}: the checkpoint has groups of {sizes[0]} parameters, this "
+            f"optimizer of {sizes[1]}; make it from the same model and groups, with or without "
+            "isokron.param_groups and its overrides"
+        )
+    kept = [{k: v for k, v in group.items() if k != "params"} for group in mine]
+    merged = [{**old, **new} for old, new in zip(kept, saved, strict=True)]
+    return {**state_dict, "state": hidden, "param_groups": merged}
 
 
 def unshield(state: MutableMapping[Tensor, Any]) -> bool:

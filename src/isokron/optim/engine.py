@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from isokron.optim import checkpoint
 from isokron.optim.blocks import Batch, Row, is_matrix
@@ -46,6 +46,11 @@ class Preconditioned(torch.optim.Optimizer):
     debias: ClassVar[bool] = True  # False where, but for grafting, the moment's scale is ignored
 
     def __init__(self, params: Params, lr: float | Tensor, **settings: Any) -> None:
+        if isinstance(params, nn.Module):
+            raise TypeError(
+                f"{type(self).__name__} takes parameters, got a module; write "
+                f"{type(self).__name__}(isokron.param_groups(model)) or pass model.parameters()"
+            )
         self._plans: list[Plan] = []
         self._shown: Shown | None = None
         self.skipped_steps = 0

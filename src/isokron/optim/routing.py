@@ -11,11 +11,17 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import UninitializedParameter
+from torch.nn.utils.parametrize import ParametrizationList
 
 from isokron.optim.blocks import is_matrix
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
+RECURRENT = {nn.LSTM: 4, nn.LSTMCell: 4, nn.GRU: 3, nn.GRUCell: 3}  # gates in one weight
+LAYERS = (
+    *(nn.Linear, nn.Bilinear, _ConvNd, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase),
+    *(ParametrizationList, nn.ParameterDict, nn.ParameterList),
+)
 SETTINGS: dict[str, dict[str, Any]] = {
     "matrices": {"route": "auto"},
     "embeddings": {"route": "adamw"},
@@ -42,13 +48,18 @@ def param_groups(
     Embeddings (also one tied to a head), the output head, depthwise filters, norms and biases go
     to AdamW, the last two without weight decay; every other matrix gets the method. A LoRA pair
     follows the layer it adapts. The input projection of nn.MultiheadAttention counts as three
-    matrices and a grouped convolution as one a group.
+    matrices, the weights of nn.LSTM and nn.GRU as one a gate, a grouped convolution as one a group.
 
     The rest are overrides by name pattern ("blocks.*.wq.weight"), the first match winning:
     `adamw`, `method`: who steps it. `stacked`: weights [experts, m, n] that count as that many
     matrices (a mapping gives the number of leading dimensions). `split`: fused projections, as
     a number of equal parts or their sizes. `lr_scale`: factors on the schedule. `weight_decay`.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"param_groups takes the model, not {type(model).__name__}: it looks at the modules "
+            "that parameters belong to; write isokron.param_groups(model)"
+        )
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     for name, param in named.items():
         if isinstance(param, UninitializedParameter):
@@ -73,6 +84,7 @@ def param_groups(
     if both:
         raise ValueError(f"param_groups: {both[0]!r} matches both adamw and method; keep one")
 
+    raw: dict[str, Tensor] = {}
     groups: dict[str, dict[str, Any]] = {}
     for name, param in named.items():
         kind = kinds[param]
@@ -87,13 +99,16 @@ def param_groups(
         elif name in to_adamw:
             settings["route"] = "adamw"
         settings |= {key: found[name] for key, found in overrides.items() if name in found}
-        if settings["route"] == "auto" and "stacked" not in settings:
-            _warn_if_stacked(name, param, owners[param])
+        told = name in to_method or "stacked" in settings or "split" in settings
+        if settings["route"] == "auto" and not told and not _in_layer(owners[param]):
+            raw[name] = param
         if settings["route"] == "adamw":  # AdamW works element by element
             for key in ("stacked", "split", "split_dim"):
                 settings.pop(key, None)
         group = groups.setdefault(repr((kind, settings)), {"name": kind, **settings, "params": []})
         group["params"].append((name, param))
+    if raw:
+        _warn_of_raw(raw)
     return list(groups.values())
 
 
@@ -139,21 +154,28 @@ def _layout(param: Tensor, owners: Iterable[nn.Module]) -> dict[str, Any]:
             return {"split": 3, "split_dim": 0}
         if isinstance(module, _ConvNd) and module.groups > 1 and param is module.weight:
             return {"split": module.groups, "split_dim": 0}
+        gates = next((n for kind, n in RECURRENT.items() if isinstance(module, kind)), 0)
+        if gates and param.size(0) == gates * int(module.hidden_size):  # type: ignore[arg-type]
+            return {"split": gates, "split_dim": 0}
         if _is_transposed(module) and param is module.weight:
             return {"split_dim": 1}
     return {}
 
 
-def _warn_if_stacked(name: str, param: Tensor, owners: Iterable[nn.Module]) -> None:
-    """A raw [e, m, n] may be e matrices or one: only its author knows, so ask."""
-    dims = [size for size in param.shape if size != 1]
-    if len(dims) > 2 and not any(isinstance(module, _ConvNd) for module in owners):
-        warnings.warn(
-            f"param_groups: {name!r} of shape {tuple(param.shape)} is taken as one block; if it is "
-            f"{dims[0]} matrices, such as experts, say stacked=[{name!r}]; if it is one, stacked="
-            f"{{{name!r}: 0}}",
-            stacklevel=3,
-        )
+def _warn_of_raw(names: Mapping[str, Tensor]) -> None:
+    """Weights that are in no layer of a known type: only their author knows what they are."""
+    shown = ", ".join(f"{name} {tuple(param.shape)}" for name, param in list(names.items())[:4])
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    warnings.warn(
+        f"param_groups: taken as matrices, though in no layer of a known type: {shown}{more}. Name "
+        "them, by pattern, in adamw= if they are tables (such as positions), in stacked= if they "
+        "are stacks of matrices (such as experts), in method= if they are matrices",
+        stacklevel=3,
+    )
+
+
+def _in_layer(owners: Iterable[nn.Module]) -> bool:
+    return any(isinstance(module, LAYERS) or _is_transposed(module) for module in owners)
 
 
 def _is_transposed(module: nn.Module) -> bool:

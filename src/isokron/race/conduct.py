@@ -11,7 +11,7 @@ from isokron.race.optimizers import Entrant
 from isokron.race.plan import Plan, Rates, make_plan, settings
 from isokron.race.report import write_reports
 from isokron.race.results import Result, Run, best_lr, summarize, sweep
-from isokron.race.store import Store, open_store
+from isokron.race.store import Store, locked, open_store
 from isokron.tasks import Task
 
 EXTENSIONS = 2
@@ -63,8 +63,11 @@ def run(
     """
     plan = make_plan(task, optimizers, steps, seeds, lrs)
     found = settings(plan)
-    store = open_store(Path(out), found, resume) if out is not None else None
-    return execute(plan, found, store, watch or Silent())
+    if out is None:
+        return execute(plan, found, None, watch or Silent())
+    store = open_store(Path(out), found, resume)
+    with locked(store.folder):
+        return execute(plan, found, store, watch or Silent())
 
 
 def execute(plan: Plan, found: Mapping[str, Any], store: Store | None, watch: Watcher) -> Result:

@@ -26,7 +26,7 @@ def loss_by_step(result: Result) -> Plot:
 
 
 def loss_by_time(result: Result) -> Plot:
-    """The same curves against seconds: steps × the optimizer's median time of a step."""
+    """The same curves against seconds: steps × the optimizer's time of a step."""
     seconds = {
         s.optimizer: (s.model_seconds or 0) + (s.optimizer_seconds or 0) for s in result.standings
     }

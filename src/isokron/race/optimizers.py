@@ -84,7 +84,8 @@ def resolve(spec: str) -> Entrant:
 
         return Entrant(spec, build, ADAMW_LRS)
     if name not in BUILT_IN:
-        close = difflib.get_close_matches(name, BUILT_IN, n=1)
+        module, dot, attribute = name.rpartition(".")
+        close = [f"{module}:{attribute}"] if dot else difflib.get_close_matches(name, BUILT_IN, n=1)
         hint = f"did you mean {close[0]}? " if close else ""
         raise ValueError(
             f"no optimizer named {name!r}; {hint}built in are {', '.join(BUILT_IN)}; "
@@ -117,4 +118,7 @@ def _check_options(spec: str, factory: Callable[..., Any], options: dict[str, An
     try:
         signature.bind(None, lr=0.0, **options)
     except TypeError as error:
-        raise ValueError(f"optimizer {spec!r} cannot be called: {error}; {signature}") from None
+        names = [name for name in signature.parameters if name not in ("params", "lr", "self")]
+        raise ValueError(
+            f"optimizer {spec!r} cannot be called: {error}; its options are {', '.join(names)}"
+        ) from None

@@ -29,7 +29,10 @@ def page(result: Result) -> str:
             f'<p class="soft">{escape(circumstances(result))}</p>',
             '<div class="plots">',
             _figure(loss_by_step(result), _caption(result)),
-            _figure(loss_by_time(result), "Seconds are steps × the median time of a step."),
+            _figure(
+                loss_by_time(result),
+                "Seconds are steps × the time of a step in its least disturbed run.",
+            ),
             "</div>",
             "<h2>Standings</h2>",
             _standings(result),

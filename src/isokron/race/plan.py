@@ -24,7 +24,6 @@ class Plan:
     """sweeps: optimizer → learning rates; growing: optimizers whose sweep may be extended."""
 
     task: Task
-    task_spec: str
     entrants: tuple[Entrant, ...]
     sweeps: Mapping[str, tuple[float, ...]]
     growing: frozenset[str]
@@ -50,7 +49,6 @@ def make_plan(
     loaded = task if isinstance(task, Task) else load(task)
     return Plan(
         loaded,
-        task if isinstance(task, str) else task.name,
         entrants,
         {e.spec: given.get(e.spec, e.lrs) for e in entrants},
         frozenset(e.spec for e in entrants if e.spec not in given),
@@ -91,7 +89,7 @@ def settings(plan: Plan) -> dict[str, Any]:
         parameters = sum(p.numel() for p in plan.task.model().parameters())
     task = plan.task
     return {
-        "task": plan.task_spec,
+        "task": task.name,
         "unit": task.unit,
         "steps": plan.steps,
         "seeds": plan.seeds,

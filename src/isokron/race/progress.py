@@ -66,9 +66,12 @@ class LineProgress:
         self.spoke = time.monotonic()
 
     def planned(self, runs: int, steps: int) -> None:
+        first = not self.tally.total
         self.tally.planned(runs, steps)
         if runs:
-            self._say(f"{runs} {'run' if runs == 1 else 'runs'} of {steps} steps")
+            words = f"{runs} {'run' if runs == 1 else 'runs'} of {steps} steps"
+            why = "" if first else " more: the best learning rate lies at an edge of the sweep"
+            self._say(words + why)
 
     def started(self, optimizer: str, lr: float, seed: int) -> None:
         self.tally.started(optimizer, lr, seed)

@@ -187,7 +187,8 @@ def _standing(name: str, runs: Sequence[Run], lrs: tuple[float, ...], seeds: int
         return Standing(name, lrs, diverged=diverged, failure=failure)
     best = [run for run in mine if run.lr == lr]
     finals = [run.final for run in best]
-    # a step costs the same at every learning rate, so all finished runs tell its time
+    # a step costs the same at every learning rate, and other work on the machine only adds to it:
+    # of the runs' medians the least is nearest the truth
     timed = [run for run in mine if run.status == "finished"]
     return Standing(
         name,
@@ -197,8 +198,8 @@ def _standing(name: str, runs: Sequence[Run], lrs: tuple[float, ...], seeds: int
         final=statistics.fmean(finals),
         spread=statistics.stdev(finals) if len(finals) > 1 else None,
         best=min(mean_curve(best)[1]),
-        model_seconds=statistics.median(run.model_seconds for run in timed),
-        optimizer_seconds=statistics.median(run.optimizer_seconds for run in timed),
+        model_seconds=min(run.model_seconds for run in timed),
+        optimizer_seconds=min(run.optimizer_seconds for run in timed),
         optimizer_bytes=best[0].optimizer_bytes,
         diverged=diverged,
     )

@@ -6,7 +6,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,17 @@ RUNS = "runs"
 def write_atomically(path: Path, text: str) -> None:
     """Write beside, flush to disk, then rename: readers see the old file or the new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(
+            f"could not write {str(path)!r}: {error}; free some space or choose another --out"
+        ) from None
     if os.name == "posix":  # the rename itself must survive a power cut
         folder = os.open(path.parent, os.O_RDONLY)
         try:
@@ -44,6 +51,25 @@ def slug(text: str, limit: int = 60) -> str:
 def is_race(folder: Path) -> bool:
     """Whether the folder was written by a race."""
     return (folder / SETTINGS).is_file()
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep a second process from racing in the same folder; let go when this one ends, however."""
+    try:
+        import fcntl
+    except ImportError:  # not a POSIX system
+        yield
+        return
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"out {str(folder)!r}: another process is racing in it; wait for its end, "
+                "or give a new folder with --out"
+            ) from None
+        yield
 
 
 @dataclass(frozen=True)
@@ -71,21 +97,21 @@ def open_store(folder: Path, settings: Mapping[str, Any], resume: bool) -> Store
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"out {str(folder)!r} is a file; give a new folder with --out")
     content = [path for path in folder.glob("*") if not path.name.startswith(".")]
-    if is_race(folder):
+    if is_race(folder) and Store(folder).read_runs():
         if not resume:
             raise ValueError(
                 f"out {str(folder)!r} already holds a race; continue it with --resume, "
                 "or give a new folder with --out"
             )
         _check_same(_read_json(folder / SETTINGS), settings)
-    elif content:
+    elif content and not is_race(folder):
         raise ValueError(
             f"out {str(folder)!r} has other files in it (such as {content[0].name}); "
             "give a new folder with --out"
         )
     (folder / RUNS).mkdir(parents=True, exist_ok=True)
     store = Store(folder)
-    if not is_race(folder):
+    if not store.read_runs():  # also where an earlier attempt came to nothing
         store.write(SETTINGS, json.dumps(settings, indent=1, ensure_ascii=False) + "\n")
     return store
 

@@ -23,6 +23,7 @@ COLUMNS = (
     "diverged",
 )
 NONE = "–"
+BUSY = 1.15  # between optimizers, forward and backward should take the same time
 
 
 def rows(result: Result) -> list[list[str]]:
@@ -56,7 +57,7 @@ def _row(standing: Standing, result: Result, reachable: bool) -> list[str]:
 def _ratio(value: float | None, ratio: float | None, form: str, word: str) -> str:
     if value is None:
         return ""
-    if ratio is None or ratio == 1:
+    if ratio is None or abs(ratio - 1) < 0.005:
         return form.format(value)
     compared = f"{ratio:.2f}× {word}" if ratio > 1 else f"{1 / ratio:.2f}× more"
     return f"{form.format(value)} ({compared})"
@@ -83,9 +84,13 @@ def notes(result: Result) -> list[str]:
         lines.append(f"Losses are means over {seeds} seeds, ± standard deviation.")
     else:
         lines.append("One seed only: differences may be chance.")
-    lines.append(
-        "Times are steps × the median time of a step, so other work on the machine counts little."
-    )
+    lines.append("Times are steps × the time of a step: its median in the least disturbed run.")
+    model = [s.model_seconds for s in result.standings if s.model_seconds]
+    if model and max(model) > BUSY * min(model):
+        lines.append(
+            f"The model itself took from {_ms(min(model))} to {_ms(max(model))} ms: unless an "
+            "optimizer changes the backward pass, the machine was busy and times are uncertain."
+        )
     if any(standing.edge for standing in result.standings):
         lines.append(
             "edge: the best learning rate is the lowest or highest tried, "

@@ -22,6 +22,7 @@ def import_data(module: str, package: str) -> ModuleType:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f'this task needs the package {package}; install it with: pip install "isokron[tasks]"',
+            f"this task needs the package {package}; install it with: "
+            'pip install "isokron[tasks]" (in a clone: pip install ".[tasks]")',
             name=error.name,
         ) from None

@@ -74,6 +74,11 @@ class Task:
                     f"Task {argument} must be Examples, got {type(value).__name__}; "
                     "wrap the tensors: Examples((inputs, targets))"
                 )
+        if hasattr(self.model, "parameters"):
+            raise TypeError(
+                "Task model must be a function that makes a model, got a model; every run needs "
+                "a fresh one: model=lambda: MyModel(...)"
+            )
         for argument in ("model", "loss"):
             if not callable(getattr(self, argument)):
                 raise TypeError(
