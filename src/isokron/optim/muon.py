@@ -29,7 +29,7 @@ class Muon(Preconditioned):
     def __init__(
         self,
         params: Params,
-        lr: float | Tensor = 3e-3,
+        lr: float | Tensor = 1e-2,
         *,
         momentum: float = 0.95,
         nesterov: bool = True,
