@@ -1,4 +1,4 @@
-# Two commands: `make demo` and `make test`. Both make .venv on their first run and reuse it after.
+# `make demo` and `make test` make .venv on their first run and reuse it after.
 
 PYTHON ?= $(firstword $(shell command -v python3.11 || command -v python3) python3)
 BIN := .venv/bin

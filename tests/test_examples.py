@@ -53,3 +53,9 @@ def test_python_block_of_a_page_runs(code: str, tmp_path: Path) -> None:
     )
     (tmp_path / "block.py").write_text(given + code)
     run(["block.py"], tmp_path)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_of_a_page_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        assert target.startswith("https://") or (page.parent / target).exists(), target

@@ -167,3 +167,37 @@ def test_resume_with_other_settings_exits_2_naming_the_difference(inside):
     code, err = inside(*toy_race("--steps", "3", "--out", "r", "--resume"))
     assert code == 2
     assert "cannot resume: steps was 2 and is now 3" in one_line_error(err)
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (
+            ("return Task(", "1 / 0\n    return Task("),
+            "ZeroDivisionError: division by zero (mine.py",
+        ),
+        (
+            ("import torch", "import torch_of_mine"),
+            "No module named 'torch_of_mine' (mine.py, line",
+        ),
+    ],
+)
+def test_an_error_in_a_task_says_where(broken, message, inside, tmp_path):
+    text = TOY.read_text()
+    assert broken[0] in text
+    (tmp_path / "mine.py").write_text(text.replace(*broken, 1))
+    code, err = inside("race", "--task", "mine.py:task", "--steps", "2")
+    assert code in (1, 2)
+    assert message in one_line_error(err)
+
+
+def test_a_dotted_optimizer_is_told_how_to_write_it(inside):
+    code, err = inside("race", "--optimizers", "torch.optim.SGD")
+    assert code == 2
+    assert "did you mean torch.optim:SGD" in one_line_error(err)
+
+
+def test_a_wrong_option_is_told_which_there_are(inside):
+    code, err = inside("race", "--optimizers", "muon(momentumm=0.9)")
+    assert code == 2
+    assert "its options are momentum, nesterov" in one_line_error(err)

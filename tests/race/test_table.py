@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from isokron.race.results import Result, summarize
-from isokron.race.table import COLUMNS, memory, rich_table
+from isokron.race.table import COLUMNS, memory, notes, rich_table, rows
 
 
 @pytest.fixture
@@ -41,3 +41,27 @@ def test_a_narrow_terminal_gets_a_column_per_optimizer_and_whole_words(result):
 )
 def test_memory_is_told_in_units_people_read(count, words):
     assert memory(count) == words
+
+
+def standings(*runs):
+    settings = {"task": "toy", "steps": 20, "seeds": 1, "unit": "loss"}
+    sweeps = {run.optimizer: [run.lr] for run in runs}
+    return Result(settings, runs, summarize(runs, sweeps, 1))
+
+
+def test_a_tie_is_not_called_a_gain(make_run):
+    tie = standings(make_run("adamw"), make_run("muon"))
+    assert [row[4] for row in rows(tie)] == ["20", "20"]
+
+
+def test_a_busy_machine_is_told_and_a_quiet_one_is_not(make_run):
+    quiet = standings(make_run("adamw"), make_run("muon", model_seconds=0.011))
+    busy = standings(make_run("adamw"), make_run("muon", model_seconds=0.012))
+    assert not any("busy" in note for note in notes(quiet))
+    assert any("from 10.0 to 12.0 ms" in note for note in notes(busy))
+
+
+def test_the_least_disturbed_run_tells_the_time(make_run):
+    runs = [make_run(seed=seed, model_seconds=0.01 * (1 + seed)) for seed in range(3)]
+    (standing,) = summarize(runs, {"adamw": [0.1]}, 3)
+    assert standing.model_seconds == 0.01

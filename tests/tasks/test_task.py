@@ -69,3 +69,8 @@ def test_a_loss_that_is_no_tensor_is_refused():
     task = toy(loss=lambda model, batch: 1.0)
     with pytest.raises(ValueError, match="got float"):
         task.losses(task.model(), task.train.batch(torch.arange(5)))
+
+
+def test_a_model_in_place_of_a_function_that_makes_one_is_refused():
+    with pytest.raises(TypeError, match=r"a fresh one: model=lambda: MyModel"):
+        toy(model=nn.Linear(2, 1))
