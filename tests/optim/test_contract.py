@@ -345,7 +345,7 @@ def test_a_step_without_any_gradient_changes_nothing(case: Case) -> None:
 def test_the_direction_compiles_as_one_graph(case: Case) -> None:
     model, reference = net(), net()
     optimizer, plain = case.make(model.parameters()), case.make(reference.parameters())
-    optimizer.direction = torch.compile(optimizer.direction, fullgraph=True)  # type: ignore[method-assign]
+    optimizer.direction = torch.compile(optimizer.direction, fullgraph=True)
     train(model, optimizer, range(3))
     train(reference, plain, range(3))
     for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):

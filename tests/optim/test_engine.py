@@ -24,7 +24,7 @@ class Descent(isokron.Preconditioned):
     """The engine with the identity: what is left is moments, decay and grafting."""
 
     def __init__(self, params: object, lr: float = 0.1, **settings: object) -> None:
-        super().__init__(params, lr, **settings)  # type: ignore[arg-type]
+        super().__init__(params, lr, **settings)
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -112,7 +112,7 @@ def test_equal_blocks_are_one_batch_and_unequal_ones_are_not() -> None:
     optimizer = Whitening(params, max_dim=8)
     seen = []
     original = optimizer.direction
-    optimizer.direction = lambda m, s, g: seen.append(tuple(m.shape)) or original(m, s, g)  # type: ignore
+    optimizer.direction = lambda m, s, g: seen.append(tuple(m.shape)) or original(m, s, g)
     for param in params:
         param.grad = torch.randn_like(param)
     optimizer.step()

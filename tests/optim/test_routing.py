@@ -11,12 +11,12 @@ import isokron
 
 def kinds(model: nn.Module, **overrides: object) -> dict[str, str]:
     """Parameter name → the group it is in."""
-    groups = isokron.param_groups(model, **overrides)  # type: ignore[arg-type]
+    groups = isokron.param_groups(model, **overrides)
     return {name: group["name"] for group in groups for name, _ in group["params"]}
 
 
 def group_of(model: nn.Module, name: str, **overrides: object) -> dict[str, object]:
-    groups = isokron.param_groups(model, **overrides)  # type: ignore[arg-type]
+    groups = isokron.param_groups(model, **overrides)
     return next(g for g in groups if name in [n for n, _ in g["params"]])
 
 
@@ -134,8 +134,8 @@ def test_lora_pairs_follow_the_layer_they_adapt() -> None:
     model.bias_like = LoraLinear(model.bias_like, 8, 20)
     found = kinds(model)
     assert {n: k for n, k in found.items() if n.startswith("blocks")} == {
-        "blocks.0.up.x.default.weight": "matrices",
-        "blocks.0.up.y.default.weight": "matrices",
+        "blocks.0.up.x.default.weight": "adapters",
+        "blocks.0.up.y.default.weight": "adapters",
     }
     assert found["wte.x.default.weight"] == found["wte.y.default.weight"] == "embeddings"
     assert found["bias_like.x.default.weight"] == "heads"
@@ -147,6 +147,24 @@ def test_a_bottleneck_is_no_adapter() -> None:
     """Narrow and wide again beside a square matrix, but all of it trained: the last is the head."""
     model = nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 3), nn.ReLU(), nn.Linear(3, 12))
     assert [n for n, kind in kinds(model).items() if kind == "heads"] == ["3.weight"]
+
+
+def test_a_pair_of_raw_parameters_is_an_adapter_and_nobody_is_asked() -> None:
+    model = Decoder().requires_grad_(False)
+    layer = model.blocks[0].up
+    layer.a, layer.b = nn.Parameter(torch.zeros(2, 8)), nn.Parameter(torch.zeros(16, 2))
+    wrapped = nn.Module()
+    wrapped.base, wrapped.a = (
+        nn.Linear(8, 16).requires_grad_(False),
+        nn.Parameter(torch.zeros(2, 8)),
+    )
+    wrapped.b = nn.Parameter(torch.zeros(16, 2))
+    model.blocks[1].up = wrapped
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert set(kinds(model).values()) == {"adapters"}
+    with pytest.warns(UserWarning, match="no layer of a known type: 0.0"):
+        isokron.param_groups(nn.Sequential(nn.ParameterList([torch.zeros(3, 4)]), nn.Linear(4, 2)))
 
 
 def test_peft_adapters_of_a_hugging_face_model_are_found() -> None:
@@ -166,7 +184,7 @@ def test_peft_adapters_of_a_hugging_face_model_are_found() -> None:
         peft.LoraConfig(r=2, target_modules=["q_proj", "embed_tokens", "lm_head"]),
     )
     for name, kind in kinds(model).items():
-        expected = "embeddings" if "embed" in name else "heads" if "lm_head" in name else "matrices"
+        expected = "embeddings" if "embed" in name else "heads" if "lm_head" in name else "adapters"
         assert kind == expected, name
 
 
@@ -264,7 +282,7 @@ def test_overrides_that_cannot_be_meant_are_named(
     overrides: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        isokron.param_groups(Experts(), **overrides)  # type: ignore[arg-type]
+        isokron.param_groups(Experts(), **overrides)
 
 
 def test_a_model_with_nothing_to_train_is_refused() -> None:
@@ -274,6 +292,6 @@ def test_a_model_with_nothing_to_train_is_refused() -> None:
 
 def test_parameters_in_place_of_the_model_are_refused() -> None:
     with pytest.raises(TypeError, match=r"write isokron.param_groups\(model\)"):
-        isokron.param_groups(nn.Linear(2, 2).parameters())  # type: ignore[arg-type]
+        isokron.param_groups(nn.Linear(2, 2).parameters())
     with pytest.raises(TypeError, match=r"Muon\(isokron.param_groups\(model\)\)"):
-        isokron.Muon(nn.Linear(2, 2))  # type: ignore[arg-type]
+        isokron.Muon(nn.Linear(2, 2))

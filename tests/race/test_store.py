@@ -36,6 +36,7 @@ def test_a_race_leaves_all_its_files(task, tmp_path):
 def test_a_run_survives_the_disk_unchanged(make_run, tmp_path):
     store = open_store(tmp_path, {}, resume=False)
     run = make_run(lr=1 / 3, losses=(3.0, 0.1 + 0.2), sample="a\nb")
+    store.begin({})
     store.write_run(run)
     assert store.read_runs() == [run]
 
@@ -132,9 +133,9 @@ def test_diverged_runs_stand_in_json_and_csv(task, tmp_path):
 
 def test_a_folder_where_nothing_was_finished_is_free(tmp_path):
     settings = {"task": "toy", "steps": 5}
-    open_store(tmp_path / "r", settings, resume=False)
+    open_store(tmp_path / "r", settings, resume=False).begin(settings)
     changed = {"task": "toy", "steps": 6}
-    open_store(tmp_path / "r", changed, resume=False)
+    open_store(tmp_path / "r", changed, resume=False).begin(changed)
     assert json.loads((tmp_path / "r" / "settings.json").read_text()) == changed
 
 
@@ -147,3 +148,10 @@ def test_two_processes_cannot_race_in_one_folder(tmp_path):
         pass
     with locked(tmp_path):
         pass
+
+
+def test_a_race_that_has_to_wait_leaves_the_settings_of_the_other(task, tmp_path):
+    Store(tmp_path).begin({"task": "other"})
+    with locked(tmp_path), pytest.raises(ValueError, match="another process"):
+        small(task, tmp_path)
+    assert json.loads((tmp_path / "settings.json").read_text()) == {"task": "other"}

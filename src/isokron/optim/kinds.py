@@ -17,12 +17,12 @@ NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
 RECURRENT = {nn.LSTM: 4, nn.LSTMCell: 4, nn.GRU: 3, nn.GRUCell: 3}  # gates in one weight
 LAYERS = (
     *(nn.Linear, nn.Bilinear, _ConvNd, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase),
-    *(ParametrizationList, nn.ParameterDict, nn.ParameterList),
+    ParametrizationList,
 )
 
 
 def find_kinds(model: nn.Module, owners: Mapping[Tensor, list[nn.Module]]) -> dict[Tensor, str]:
-    """What every parameter is: matrices, embeddings, heads, filters, norms or vectors."""
+    """What every parameter is: matrices, adapters, embeddings, heads, filters, norms, vectors."""
     pairs = _adapters(model)
     heads = _heads(model, set(pairs))
 
@@ -42,8 +42,7 @@ def find_kinds(model: nn.Module, owners: Mapping[Tensor, list[nn.Module]]) -> di
 
     kinds = {param: kind(param) for param in owners}
     for param, base in pairs.items():
-        if kinds[base] in ("embeddings", "heads"):
-            kinds[param] = kinds[base]
+        kinds[param] = kinds[base] if kinds[base] in ("embeddings", "heads") else "adapters"
     return kinds
 
 

@@ -13,6 +13,7 @@ from isokron.optim.kinds import find_kinds, find_owners, in_layer, matrices_with
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "matrices": {"route": "auto"},
+    "adapters": {"route": "auto"},
     "embeddings": {"route": "adamw"},
     "heads": {"route": "adamw"},
     "filters": {"route": "adamw"},
@@ -89,7 +90,8 @@ def param_groups(
             settings["route"] = "adamw"
         settings |= {key: found[name] for key, found in overrides.items() if name in found}
         told = name in to_method or "stacked" in settings or "split" in settings
-        if settings["route"] == "auto" and not told and not in_layer(owners[param]):
+        clear = told or kind != "matrices" or in_layer(owners[param])
+        if settings["route"] == "auto" and not clear:
             raw[name] = param
         if settings["route"] == "adamw":  # AdamW works element by element
             for key in ("stacked", "split", "split_dim"):

@@ -72,6 +72,8 @@ def run(
 
 def execute(plan: Plan, found: Mapping[str, Any], store: Store | None, watch: Watcher) -> Result:
     """Run what is missing, write what was found; on Ctrl-C too, which is then raised again."""
+    if store is not None:
+        store.begin(found)
     # a failed run is tried again: what made the optimizer fail may have been repaired
     old = [r for r in store.read_runs() if r.status != "failed"] if store is not None else []
     done = {(run.optimizer, run.lr, run.seed): run for run in old}

@@ -88,12 +88,18 @@ class Store:
     def read_runs(self) -> list[Run]:
         return [_read_run(path) for path in sorted((self.folder / RUNS).glob("[!.]*.json"))]
 
+    def begin(self, settings: Mapping[str, Any]) -> None:
+        """Say what is raced, unless runs of these settings are there already."""
+        if not self.read_runs():  # also where an earlier attempt came to nothing
+            self.write(SETTINGS, json.dumps(settings, indent=1, ensure_ascii=False) + "\n")
+        (self.folder / RUNS).mkdir(exist_ok=True)
+
     def write(self, name: str, text: str) -> None:
         write_atomically(self.folder / name, text)
 
 
 def open_store(folder: Path, settings: Mapping[str, Any], resume: bool) -> Store:
-    """Start a new race in the folder, or take up the one in it if its settings are the same."""
+    """A folder free for a new race, or one with a race to take up whose settings are the same."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"out {str(folder)!r} is a file; give a new folder with --out")
     content = [path for path in folder.glob("*") if not path.name.startswith(".")]
@@ -109,11 +115,8 @@ def open_store(folder: Path, settings: Mapping[str, Any], resume: bool) -> Store
             f"out {str(folder)!r} has other files in it (such as {content[0].name}); "
             "give a new folder with --out"
         )
-    (folder / RUNS).mkdir(parents=True, exist_ok=True)
-    store = Store(folder)
-    if not store.read_runs():  # also where an earlier attempt came to nothing
-        store.write(SETTINGS, json.dumps(settings, indent=1, ensure_ascii=False) + "\n")
-    return store
+    folder.mkdir(parents=True, exist_ok=True)
+    return Store(folder)
 
 
 def holds(folder: Path, settings: Mapping[str, Any], but: Sequence[str]) -> bool:
