@@ -19,22 +19,22 @@ class Whitening(isokron.Preconditioned):
     """
 
     order = 2
+    operator = ("root",)
 
     def __init__(self, params: Any, lr: float = 1e-2, **settings: Any) -> None:
         super().__init__(params, lr, **{"momentum": 0.9, "every": 3, "max_dim": 8, **settings})
 
     def init_state(self, batch: Batch, group: Mapping[str, Any]) -> dict[str, Tensor]:
-        rows = batch.shape[0]
-        eye = torch.eye(rows, dtype=batch.dtype, device=batch.device)
-        eye = eye.expand(len(batch.rows), rows, rows).contiguous()
-        return {"cov": torch.zeros_like(eye), "root": eye}
+        eyes = batch.eyes(batch.shape[0])
+        return {"cov": torch.zeros_like(eyes), "root": eyes}
 
     def observe(self, grad: Tensor, state: dict[str, Tensor], group: Mapping[str, Any]) -> None:
         state["cov"].mul_(0.9).add_(grad @ grad.mT, alpha=0.1)
 
-    def refresh(self, state: dict[str, Tensor], group: Mapping[str, Any]) -> None:
+    def refresh(self, state: dict[str, Tensor], group: Mapping[str, Any]) -> dict[str, Tensor]:
         values, basis = torch.linalg.eigh(state["cov"])
-        state["root"].copy_(basis * (values.clamp(min=0) + 1e-6).rsqrt().unsqueeze(-2) @ basis.mT)
+        scaled = basis * (values.clamp(min=0) + 1e-6).rsqrt().unsqueeze(-2)
+        return {"root": scaled @ basis.mT}
 
     def direction(
         self, moment: Tensor, state: dict[str, Tensor], group: Mapping[str, Any]
@@ -60,6 +60,39 @@ CASES = [
     Case("muon-grafted", isokron.Muon, {"lr": 1e-2, "graft": "adam", "decay": "l2"}),
     Case("sign", isokron.SignDescent, {"lr": 6e-3}),
     Case("sign-grafted", isokron.SignDescent, {"lr": 1e-1, "graft": "adagrad"}),
+    Case("shampoo", isokron.Shampoo, {"lr": 1e-2, "every": 3}),
+    Case(
+        "shampoo-eigen",
+        isokron.Shampoo,
+        {"lr": 1e-2, "every": 2, "form": "eigen", "max_dim": 8, "beta3": 0.5, "damping": 1e-3},
+    ),
+    Case("shampoo-kl", isokron.Shampoo, {"lr": 1e-2, "statistic": "kl", "every": 4, "start": 2}),
+    Case(
+        "shampoo-staggered",
+        isokron.Shampoo,
+        {"lr": 1e-2, "every": 4, "stagger": True, "graft_by": "parameter", "max_dim": 8},
+        compiles=False,  # too many shapes for one compiled function
+    ),
+    Case("soap", isokron.SOAP, {"lr": 1e-2, "every": 3}, compiles=False),
+    Case(
+        "soap-delayed",
+        isokron.SOAP,
+        {"lr": 1e-2, "every": 4, "delay": 2, "vectors": True, "oversize": "identity", "max_dim": 8},
+        compiles=False,
+    ),
+    Case(
+        "soap-averaged",
+        isokron.SOAP,
+        {"lr": 1e-2, "every": 3, "average": "schedule_free", "betas": (0.0, 0.95)},
+        compiles=False,
+    ),
+    Case("katie", isokron.Katie, {"lr": 1e-2, "every": 3}),
+    Case(
+        "katie-symmetric",
+        isokron.Katie,
+        {"lr": 1e-2, "every": 4, "form": "symmetric", "stagger": True, "delay": 1, "max_dim": 8},
+    ),
+    Case("spectral", isokron.Shampoo, {"lr": 1e-2, "route": "spectral"}),
     Case("whitening", Whitening, {"lr": 1e-2, "weight_decay": 0.1}, compiles=False),
     Case("whitening-grafted", Whitening, {"graft": "rmsprop", "nesterov": True}, compiles=False),
 ]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 torch.set_num_threads(1)  # tiny tensors: a second thread only waits, and longer on a busy machine
-sys.path.insert(0, str(Path(__file__).parent))  # cases.py, by name, from every folder
+sys.path.insert(0, str(Path(__file__).parent))  # cases.py and naive.py, by name
 
 
 @pytest.fixture(autouse=True)

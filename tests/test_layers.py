@@ -14,7 +14,8 @@ ROOT = Path(isokron.__file__).parent
 ALLOWED = {
     "kernels": set(),
     "linalg": {"kernels"},
-    "optim": {"kernels", "linalg"},
+    "operators": {"kernels", "linalg"},
+    "optim": {"kernels", "linalg", "operators"},
     "tasks": set(),
     "race": {"optim", "tasks"},
     "cli": {"optim", "tasks", "race"},
@@ -69,9 +70,7 @@ def test_the_command_line_starts_without_torch() -> None:
     assert not (OPTIONAL | {"torch"}) & loaded_after("import isokron.cli")
 
 
-@pytest.mark.parametrize(
-    ("name", "hint"), [("muon", "did you mean Muon"), ("Nope", "it has AdamW")]
-)
+@pytest.mark.parametrize(("name", "hint"), [("muon", "did you mean Muon"), ("Nope", "it has SOAP")])
 def test_a_name_that_is_not_there_is_told_what_is(name: str, hint: str) -> None:
     with pytest.raises(AttributeError, match=hint):
         getattr(isokron, name)

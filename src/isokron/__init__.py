@@ -9,28 +9,44 @@ from typing import TYPE_CHECKING, Any
 from isokron._version import __version__
 
 if TYPE_CHECKING:
-    from isokron import linalg, optim, race, tasks
-    from isokron.optim import AdamW, Muon, Preconditioned, SignDescent, param_groups
+    from isokron import linalg, operators, optim, race, tasks
+    from isokron.optim import (
+        SOAP,
+        AdamW,
+        Katie,
+        Muon,
+        Preconditioned,
+        Shampoo,
+        SignDescent,
+        param_groups,
+    )
     from isokron.tasks import Task
 
 _HOMES = {
+    "SOAP": "isokron.optim",
     "AdamW": "isokron.optim",
+    "Katie": "isokron.optim",
     "Muon": "isokron.optim",
     "Preconditioned": "isokron.optim",
+    "Shampoo": "isokron.optim",
     "SignDescent": "isokron.optim",
     "param_groups": "isokron.optim",
     "Task": "isokron.tasks",
 }
-_FOLDERS = ("linalg", "optim", "race", "tasks")
+_FOLDERS = ("linalg", "operators", "optim", "race", "tasks")
 
 __all__ = [
+    "SOAP",
     "AdamW",
+    "Katie",
     "Muon",
     "Preconditioned",
+    "Shampoo",
     "SignDescent",
     "Task",
     "__version__",
     "linalg",
+    "operators",
     "optim",
     "param_groups",
     "race",

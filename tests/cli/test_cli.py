@@ -1,5 +1,6 @@
 """The command line as a person meets it: in a process of its own."""
 
+import json
 import os
 import re
 import signal
@@ -122,13 +123,13 @@ def test_learning_rates_can_be_given_per_optimizer(inside, tmp_path):
     ]
 
 
-def started_race(tmp_path, arguments):
-    """A long race in the background, once its first run is on disk."""
+def started_race(tmp_path, arguments, awaited="[!.]*.json"):
+    """A long race in the background, once its first run, or the one awaited, is on disk."""
     process = subprocess.Popen(
         command(*arguments), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     deadline = time.monotonic() + 60
-    while not list((tmp_path / "r" / "runs").glob("[!.]*.json")):
+    while not list((tmp_path / "r" / "runs").glob(awaited)):
         assert process.poll() is None, process.stderr.read()
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -160,6 +161,51 @@ def test_a_stopped_race_is_completed_by_resume(how, tmp_path):
     assert len(after) == 4
     assert {path: after[path] for path in before} == before
     assert "interrupted" not in (tmp_path / "r" / "index.html").read_text()
+
+
+# an adamw that hardly moves, so that sign reaches its loss early
+EASY = ["--optimizers", "sign", "--lr", "adamw=1e-5", "--lr", "sign=0.01", "--out", "r"]
+
+
+def test_help_of_race_names_every_option_and_loads_no_torch():
+    script = (
+        "import sys, isokron.cli as cli; sys.argv = ['isokron', 'race', '--help']\n"
+        "try: cli.main()\nfinally: print('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert {"--shortest", "--resume", "--steps"} <= set(re.findall(r"--\w+", done.stdout))
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_shortest_schedules_are_shown_and_may_be_asked_for_later(inside, tmp_path):
+    arguments = toy_race("--steps", "20", *EASY)
+    assert inside(*arguments)[0] == 0
+    before = finished_runs(tmp_path)
+    done = isokron(*arguments, "--resume", "--shortest", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"│ +\d+ steps \(0\.\d\d×\) │ +\d+\.\d\d s \(\d\.\d\d×\) │", done.stdout)
+    assert "more: looking for the shortest schedule" in done.stderr
+    after = finished_runs(tmp_path)
+    assert {path: after[path] for path in before} == before
+    assert len(after) > len(before)
+
+
+def test_a_race_killed_in_a_search_loses_that_run_only(tmp_path):
+    arguments = toy_race("--steps", "1000", "--shortest", *EASY)
+    process = started_race(tmp_path, arguments, "[!.]*-steps*.json")
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    before = finished_runs(tmp_path)
+    done = isokron(*arguments, "--resume", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    after = finished_runs(tmp_path)
+    assert {path: after[path] for path in before} == before
+    standings = json.loads((tmp_path / "r" / "race.json").read_text())["standings"]
+    found = standings[1]["shortest"]["steps"]
+    assert (tmp_path / "r" / "runs" / f"sign-lr0.01-seed0-steps{found}.json") in after
 
 
 def test_resume_with_other_settings_exits_2_naming_the_difference(inside):

@@ -3,6 +3,7 @@
 import copy
 import logging
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -66,18 +67,23 @@ def test_moment_decay_and_grafting_follow_the_naive_version(
     torch.testing.assert_close(steps(optimizer, weight, grads), w, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("every", "start"), [(1, None), (3, None), (2, 5), (4, 1)])
+@pytest.mark.parametrize(
+    ("every", "start"), [(1, None), (3, None), (2, 5), (4, 1), (10, 1), (10, 3)]
+)
 def test_refresh_happens_at_start_and_then_every_so_many(every: int, start: int | None) -> None:
     seen = []
 
     class Watched(Whitening):
-        def refresh(self, state: dict[str, Tensor], group: object) -> None:
+        def refresh(self, state: dict[str, Tensor], group: Any) -> dict[str, Tensor]:
             seen.append(int(state["step"].flatten()[0]))
+            return super().refresh(state, group)
 
     weight = nn.Parameter(torch.randn(4, 4))
     steps(Watched([weight], every=every, start=start), weight, torch.randn(12, 4, 4))
     first = start or every
-    assert seen == [t for t in range(1, 13) if t == first or (t > first and t % every == 0)]
+    early = {first * 2**k for k in range(4)}
+    due = [t for t in range(1, 13) if t == first or (t > first and t % every == 0)]
+    assert seen == sorted({*due, *(t for t in early if t < every)})
 
 
 def test_only_the_rows_that_are_due_are_refreshed() -> None:
@@ -209,7 +215,7 @@ def test_parameters_no_step_could_be_right_for_are_refused(param: Tensor, messag
         ({"eps": -1e-8}, "eps must be"),
         ({"betas": (0.9, 1.0)}, "betas must be"),
         ({"betas": 0.9}, "betas must be"),
-        ({"decay": "L2"}, "decay must be one of 'decoupled', 'l2'"),
+        ({"decay": "L2"}, "decay must be one of 'decoupled', 'corrected', 'l2'"),
         ({"graft": "lion"}, "graft must be one of"),
         ({"nonfinite": "warn"}, "nonfinite must be one of"),
         ({"nesterov": True, "momentum": 0.0}, "nesterov must be False"),
@@ -323,3 +329,61 @@ def test_a_parameter_whose_data_was_replaced_is_still_stepped() -> None:
     train(model, optimizer, range(2, 4))
     train(reference, plain, range(4))
     assert equal(model, reference)
+
+
+def test_the_filter_momentum_and_dampening_follow_the_naive_version() -> None:
+    """f = β₃M + (1−β₃)G debiased, then B ← μB + (1−d)P, with and without Nesterov."""
+    beta1, beta3, mu, damp = 0.9, 0.6, 0.7, 0.2
+    for nesterov in (False, True):
+        weight = nn.Parameter(torch.zeros(3, 4, dtype=torch.float64))
+        grads = torch.randn(12, 3, 4, dtype=torch.float64)
+        settings = {"momentum": mu, "dampening": damp, "nesterov": nesterov, "beta3": beta3}
+        optimizer = isokron.Shampoo(
+            [weight], 0.1, betas=(beta1, 0.9), graft=None, start=99, weight_decay=0.0, **settings
+        )
+        m = b = w = torch.zeros(3, 4, dtype=torch.float64)
+        for t, g in enumerate(grads, start=1):
+            f = (beta3 * m + (1 - beta3) * g) / (1 - beta3 * beta1 ** (t - 1))
+            m = beta1 * m + (1 - beta1) * g
+            b = mu * b + (1 - damp) * f
+            w = w - 0.1 * ((1 - damp) * f + mu * b if nesterov else b)
+        torch.testing.assert_close(steps(optimizer, weight, grads), w, rtol=1e-9, atol=1e-9)
+
+
+def test_corrected_weight_decay_falls_with_the_learning_rate() -> None:
+    """W ← W − lr·(lr/peak)·λW, for blocks and for what AdamW steps; the peak is remembered."""
+    params = [nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(4))]
+    optimizer = isokron.Muon(params, lr=0.5, weight_decay=0.1, decay="corrected")
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: (0.5, 1.0, 0.25)[min(t, 2)])
+    expected = 1.0
+    for factor in (0.5, 1.0, 0.25):
+        for param in params:
+            param.grad = torch.zeros_like(param)
+        optimizer.step()
+        schedule.step()
+        expected *= 1 - 0.5 * factor * factor * 0.1
+        for param in params:
+            torch.testing.assert_close(param.detach(), torch.full_like(param, expected))
+    assert optimizer.state_dict()["param_groups"][0]["peak_lr"] == 0.5
+
+
+@pytest.mark.parametrize("method", [isokron.Shampoo, isokron.SOAP, isokron.Katie])
+def test_a_group_may_be_routed_to_spectral_descent(method: Any) -> None:
+    """Muon's direction under another optimizer's momentum: blocks, then polar factors."""
+    weight, twin = (nn.Parameter(torch.zeros(6, 4)) for _ in range(2))
+    group = {"params": [weight], "route": "spectral"}
+    optimizer = method([group], betas=(0.9, 0.99), max_dim=3, graft=None)
+    blocks = [nn.Parameter(torch.zeros(3, 3)) for _ in range(2)]
+    blocks += [nn.Parameter(torch.zeros(3, 1)) for _ in range(2)]
+    muon = isokron.Muon(blocks, lr=optimizer.defaults["lr"], momentum=0.9, nesterov=False)
+    for grad in torch.randn(4, 6, 4):
+        weight.grad = grad
+        parts = (grad[:3, :3], grad[3:, :3])
+        for block, part in zip(blocks, parts, strict=False):
+            block.grad = part.clone()
+        optimizer.step()
+        muon.step()
+    torch.testing.assert_close(weight.detach()[:3, :3], blocks[0].detach(), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(weight.detach()[3:, :3], blocks[1].detach(), rtol=1e-4, atol=1e-6)
+    assert sorted(optimizer.state[weight]) == [f"momentum.{i}" for i in range(4)] + ["step"]
+    assert twin.grad is None

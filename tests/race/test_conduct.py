@@ -5,8 +5,10 @@ import math
 import pytest
 
 from isokron import race
-from isokron.race.conduct import Silent, next_lr, order
+from isokron.race.conduct import Silent
 from isokron.race.plan import make_plan
+from isokron.race.rounds import next_lr, order
+from isokron.race.store import Store
 
 
 @pytest.mark.parametrize(
@@ -94,3 +96,16 @@ def test_an_interrupted_race_carries_what_was_finished(task, tmp_path):
     assert [run.optimizer for run in caught.value.result.runs] == ["adamw"]
     assert not caught.value.result.complete
     assert "interrupted" in (tmp_path / "index.html").read_text()
+
+
+def test_an_interruption_right_after_a_run_was_written_still_shows_it(task, tmp_path, monkeypatch):
+    written = Store.write_run
+
+    def interrupted(self, run):
+        written(self, run)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Store, "write_run", interrupted)
+    with pytest.raises(race.Interrupted) as caught:
+        race.run(task, ["muon"], steps=5, seeds=1, lrs=[0.01], out=tmp_path)
+    assert [run.optimizer for run in caught.value.result.runs] == ["adamw"]

@@ -38,6 +38,8 @@ def test_malformed_options_are_refused(spec):
         ("torch.optim:Sgd", "has no 'Sgd'"),
         ("torch.optim:SGD(momentun=0.9)", "cannot be called: .*momentun"),
         ("muon(nonsense=1)", "cannot be called: .*nonsense"),
+        ("muon(momentum=2)", "optimizer 'muon.momentum=2.': .*momentum must be .* below 1"),
+        ("muon(scale='loud')", "optimizer .*: .*scale must be one of .* got 'loud'"),
         ("muon(lr=0.1)", "give learning rates with --lr"),
         ("math:pi", "must be callable, got float"),
     ],
@@ -45,6 +47,19 @@ def test_malformed_options_are_refused(spec):
 def test_wrong_specs_are_explained(spec, message):
     with pytest.raises(ValueError, match=message):
         resolve(spec)
+
+
+def test_options_a_constructor_hands_on_are_checked_by_building_it(monkeypatch):
+    import isokron
+
+    class HandsOn(isokron.Muon):
+        def __init__(self, params, lr=1e-2, *, own=1, **shared):
+            super().__init__(params, lr, **shared)
+
+    monkeypatch.setattr(isokron, "Muon", HandsOn, raising=False)
+    resolve("muon(own=2,momentum=0.5)")
+    with pytest.raises(ValueError, match=r"cannot be called: .*momentun.*; its options are own$"):
+        resolve("muon(momentun=0.5)")
 
 
 def test_an_empty_name_is_refused():

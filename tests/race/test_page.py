@@ -13,7 +13,8 @@ from isokron import race
 from isokron.race.figures import learning_rates, loss_by_step, loss_by_time
 from isokron.race.page import page
 from isokron.race.plot import Line, Plot, draw, short_names, standalone, ticks
-from isokron.race.results import Result, summarize
+from isokron.race.results import Result
+from isokron.race.standings import summarize
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 HOSTILE = '<script>alert("1")</script>&\'x'

@@ -10,10 +10,10 @@ from isokron.race.progress import LineProgress, LiveProgress, Tally
 
 def drive(watch, make_run):
     watch.planned(2, 5)
-    watch.started("adamw", 0.1, 0)
+    watch.started("adamw", 0.1, 0, 5)
     watch.stepped(1, 2.5)
     watch.ended(make_run(losses=(3, 1.25)))
-    watch.started("muon", 0.1, 0)
+    watch.started("muon", 0.1, 0, 5)
     watch.ended(make_run("muon", status="diverged"))
 
 
@@ -39,7 +39,7 @@ def test_live_display_shows_run_step_loss_and_best(make_run):
     with LiveProgress(console) as live:
         drive(live, make_run)
         live.planned(1, 5)
-        live.started("sign", 0.3, 1)
+        live.started("sign", 0.3, 1, 5)
         live.stepped(4, 0.75)
     text = stream.getvalue()
     for expected in ("run 3 of 3", "sign, lr 0.3, seed 1", "step 4 of 5", "loss 0.75"):
@@ -47,8 +47,34 @@ def test_live_display_shows_run_step_loss_and_best(make_run):
     assert "adamw 1.2500 (lr 0.1), muon none yet" in text
 
 
+def test_runs_on_top_are_said_with_their_reason_and_their_length(make_run):
+    stream = io.StringIO()
+    lines = LineProgress(stream)
+    drive(lines, make_run)
+    lines.planned(0, 4, "looking for it")
+    lines.planned(1, 3, "looking for it")
+    lines.started("muon", 0.1, 0, 3)
+    lines.ended(make_run("muon", losses=(3, 0.5), schedule=3))
+    assert stream.getvalue().splitlines()[-2:] == [
+        "1 run of 3 steps more: looking for it",
+        "run 3 of 3, muon, lr 0.1, seed 0, 3 steps: loss 0.5000",
+    ]
+    assert lines.tally.best_words() == "adamw 1.2500 (lr 0.1), muon none yet"
+    assert lines.tally.share() == 1
+
+
+def test_time_left_counts_steps_since_runs_differ_in_length(monkeypatch):
+    tally = Tally(began=0.0)
+    tally.planned(1, 30)
+    tally.planned(2, 10)
+    tally.started("muon", 0.1, 0, 30)
+    tally.step = 25
+    monkeypatch.setattr(progress.time, "monotonic", lambda: 50.0)
+    assert tally.remaining() == pytest.approx(50.0)
+
+
 def test_time_left_follows_the_share_done(monkeypatch):
-    tally = Tally(steps=10, total=4, ended=1, step=0, began=0.0)
+    tally = Tally(work=40, worked=10, began=0.0)
     monkeypatch.setattr(progress.time, "monotonic", lambda: 30.0)
     assert tally.remaining() == pytest.approx(90.0)
     tally.step = 10

@@ -5,8 +5,10 @@ import io
 import pytest
 from rich.console import Console
 
-from isokron.race.results import Result, summarize
-from isokron.race.table import COLUMNS, memory, notes, rich_table, rows
+from isokron.race.results import Result
+from isokron.race.shortest import with_shortest
+from isokron.race.standings import summarize
+from isokron.race.table import COLUMNS, columns, memory, notes, rich_table, rows
 
 
 @pytest.fixture
@@ -34,6 +36,24 @@ def test_a_narrow_terminal_gets_a_column_per_optimizer_and_whole_words(result):
     assert len(lines) >= len(COLUMNS) - 1
     assert max(map(len, lines)) <= 80
     assert any("10 (2.00× fewer)" in line for line in lines)
+
+
+@pytest.mark.parametrize("width", [40, 80, 120, 250])
+def test_shortest_schedules_fit_any_terminal(make_run, width):
+    runs = (make_run("adamw"), make_run("muon", losses=(3.0, 1.0, 0.5)))
+    probes = [make_run("muon", losses=(3, 10 / n), schedule=n) for n in range(1, 20)]
+    standings = summarize(runs, {"adamw": [0.1], "muon": [0.1]}, 1)
+    settings = {"task": "toy", "steps": 20, "seeds": 1, "unit": "loss"}
+    standings = with_shortest(standings, probes, 20, 1)
+    result = Result(settings, runs, standings, True, tuple(probes), searched=True)
+    lines = printed(result, width)
+    assert max(map(len, lines)) <= width
+    assert len(lines) == 3 if width == 250 else len(lines) >= len(columns(result)) - 1
+    cells = [[cell.strip() for cell in line.strip("│┃").split("│")] for line in lines]
+    flat = " ".join(" ".join(row) for row in cells)
+    assert "10 steps" in flat
+    assert "(0.50×)" in flat
+    assert ("10 steps (0.50×)" in flat) == (width > 40)
 
 
 @pytest.mark.parametrize(

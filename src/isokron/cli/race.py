@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 CONTENDERS = "What races"
 LENGTH = "How long"
 FILES = "Files"
+LOG_WIDTH = 250  # of a table with every column
 
 
 def race(
@@ -47,6 +48,15 @@ def race(
     ] = None,
     steps: Annotated[int, typer.Option(help="Steps of a run.", rich_help_panel=LENGTH)] = 300,
     seeds: Annotated[int, typer.Option(help="Runs per learning rate.", rich_help_panel=LENGTH)] = 2,
+    shortest: Annotated[
+        bool,
+        typer.Option(
+            "--shortest",
+            help="Also train on shorter schedules, to find the shortest that reaches adamw's "
+            "final loss; may be added with --resume.",
+            rich_help_panel=LENGTH,
+        ),
+    ] = False,
     out: Annotated[
         Path | None,
         typer.Option(help="New folder; without, runs/race-<task>.", rich_help_panel=FILES),
@@ -64,7 +74,8 @@ def race(
         from isokron.race.plan import make_plan
         from isokron.race.store import slug
 
-        plan = make_plan(task, split_specs(optimizers), steps, seeds, parse_rates(lr or []))
+        rates = parse_rates(lr or [])
+        plan = make_plan(task, split_specs(optimizers), steps, seeds, rates, shortest)
     folder = out if out is not None else Path("runs") / f"race-{slug(task)}"
     result = conduct(plan, folder, resume, "Continue with the same command and --resume.")
     with reported(1):
@@ -136,7 +147,7 @@ def show(result: Result) -> None:
 
     console = Console()
     if not console.is_terminal:
-        console = Console(width=200, color_system=None)  # a log does not wrap
+        console = Console(width=LOG_WIDTH, color_system=None)  # a log does not wrap
     console.print(rich_table(result, console.width))
     for note in notes(result):
         console.print(note, style="dim", markup=False, highlight=False)

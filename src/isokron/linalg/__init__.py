@@ -1,5 +1,20 @@
 """Batched matrix functions on plain tensors."""
 
-from isokron.linalg.polar import POLYNOMIALS, newton_schulz
+from isokron.linalg.bases import eigenbasis, follow, offdiagonal
+from isokron.linalg.eigen import eigh
+from isokron.linalg.gram import gram_, mirror_, unfold
+from isokron.linalg.polar import newton_schulz
+from isokron.linalg.roots import inverse_power, inverse_root
 
-__all__ = ["POLYNOMIALS", "newton_schulz"]
+__all__ = [
+    "eigenbasis",
+    "eigh",
+    "follow",
+    "gram_",
+    "inverse_power",
+    "inverse_root",
+    "mirror_",
+    "newton_schulz",
+    "offdiagonal",
+    "unfold",
+]

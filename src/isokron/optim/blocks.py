@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
@@ -69,6 +70,7 @@ def cut_blocks(
     shape: Sequence[int],
     *,
     max_dim: int | None = None,
+    oversize: str = "cut",
     order: int | None = None,
     stacked: int = 0,
     split: Sequence[int] | int | None = None,
@@ -76,12 +78,14 @@ def cut_blocks(
 ) -> list[Block]:
     """All blocks of a parameter of this shape.
 
+    `oversize`: whether dimensions above `max_dim` are "cut" or, by "identity", stay whole.
     `stacked`: so many leading dimensions count matrices ([experts, m, n] has stacked=1).
     `split`: sizes (or a number of equal parts) of a fused projection along `split_dim` of one
     matrix, so that query, key and value are blocks of their own.
     """
     inner = tuple(shape[stacked:])
     lengths = split_sizes(inner, split, split_dim)
+    longest = max_dim if oversize == "cut" else None
     whole = slice(None)
     parts = itertools.count()
     blocks = []
@@ -95,7 +99,7 @@ def cut_blocks(
             merged = merge_dims(part, max_dim, order)
             if is_matrix(inner):  # a part of one row is a matrix of one row
                 merged = (1,) * (2 - len(merged)) + merged
-            cuts = itertools.product(*(_pieces(size, max_dim) for size in merged))
+            cuts = itertools.product(*(_pieces(size, longest) for size in merged))
             number = next(parts)
             blocks += [Block(number, (*lead, *narrow), merged, cut) for cut in cuts]
     return blocks
@@ -141,8 +145,10 @@ class Batch:
     """Equal blocks of one group, worked on as one tensor [B, ...].
 
     Its rows are fixed when it is built: a missing gradient leaves a row out of a step and never
-    shifts the others. `step` counts, per row, the gradients it has seen; it stays on the CPU so
-    that asking what is due never waits for a device.
+    shifts the others. `step` counts, per row, the gradients it has seen, `phase` says by how many
+    steps its refreshes are shifted, `failures` how many have failed in a row; they stay on the CPU
+    so that asking what is due never waits for a device. `coming`: operators whose refresh has begun
+    and does not count yet, under the names they have in `state`; `jobs`: who is at work on them.
     """
 
     def __init__(self, rows: list[Row], dtype: torch.dtype) -> None:
@@ -151,10 +157,23 @@ class Batch:
         self.device = rows[0].param.device
         self.dtype = dtype
         self.step = torch.zeros(len(rows))
+        self.phase = [0] * len(rows)
+        self.failures = [0] * len(rows)
         self.state: dict[str, Tensor] = {}
+        self.coming: dict[str, Tensor] = {}
+        self.jobs: dict[int, Future[dict[int, bool]]] = {}
 
     def zeros(self) -> Tensor:
         return torch.zeros(len(self.rows), *self.shape, dtype=self.dtype, device=self.device)
+
+    def eyes(self, size: int, dtype: torch.dtype | None = None) -> Tensor:
+        """An identity matrix a row. [B, size, size]"""
+        eye = torch.eye(size, dtype=dtype or self.dtype, device=self.device)
+        return eye.repeat(len(self.rows), 1, 1)
+
+    def stored(self) -> dict[str, Tensor]:
+        """All that a checkpoint holds of the rows, `step` aside."""
+        return {**self.state, **{f"next.{key}": value for key, value in self.coming.items()}}
 
     def stack(self, tensors: Sequence[Tensor], rows: Sequence[Row]) -> Tensor:
         """Read the rows' blocks of their tensors into one tensor of the batch's dtype."""

@@ -62,13 +62,19 @@ def adopt(plan: Plan, state: Mapping[Tensor, Any], group: Mapping[str, Any], who
         for i, row in enumerate(batch.rows):
             saved = state.get(row.param) or {}
             batch.step[i] = float(saved.get("step", 0))
-            for key, value in batch.state.items():
+            for key, value in batch.stored().items():
                 if f"{key}.{row.number}" in saved:
                     value[i].copy_(saved[f"{key}.{row.number}"])
     for fused in plan.fused:
         for i, param in enumerate(fused.params):
             fused.adopt_(i, state.get(param) or {})
         fused.share_step_()
+    if plan.averages is not None:
+        for i, param in enumerate(plan.averages.params):
+            saved = state.get(param) or {}
+            for key, value in plan.averages.entry(i).items():
+                if key in saved:
+                    value.copy_(torch.as_tensor(saved[key]))
 
 
 def check_keys(plan: Plan, state: Mapping[Tensor, Any], group: Mapping[str, Any], who: str) -> None:

@@ -26,24 +26,43 @@ def check_gradients(optimizer: str, group: Mapping[str, Any]) -> None:
             )
 
 
-def surely_finite(grads: Sequence[Tensor]) -> bool:
+def surely_finite(grads: Sequence[Tensor], squares: bool = False) -> bool:
     """True only if every element is finite, waiting once a device and not once a tensor.
 
     By sums, which no NaN or infinity leaves finite and which read memory at its full speed; a sum
-    of huge finite numbers may overflow, so False only means that one has to look.
+    of huge finite numbers may overflow, so False only means that one has to look. `squares`: also
+    the sum of squares, which bounds every entry of every Gram matrix.
     """
     sums: dict[torch.device, list[Tensor]] = {}
     for grad in grads:
-        wide = torch.promote_types(grad.dtype, torch.float32)
-        sums.setdefault(grad.device, []).append(grad.sum(dtype=wide).double())
+        total = _sum_of_squares(grad) if squares else grad.sum(dtype=_wide(grad))
+        sums.setdefault(grad.device, []).append(total.double())
     return all(bool(torch.stack(several).isfinite().all()) for several in sums.values())
 
 
-def nonfinite_names(groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The parameters whose gradients are not finite; asked only where a sum was not finite."""
-    return [
-        param_name(group, i)
-        for group in groups
-        for i, param in enumerate(group["params"])
-        if param.grad is not None and not bool(param.grad.isfinite().all())
-    ]
+def _sum_of_squares(grad: Tensor) -> Tensor:
+    flat = grad.reshape(-1).to(_wide(grad))
+    return torch.dot(flat, flat)
+
+
+def _wide(grad: Tensor) -> torch.dtype:
+    return torch.promote_types(grad.dtype, torch.float32)
+
+
+def wrong_gradients(groups: Sequence[Mapping[str, Any]], squares: bool) -> str:
+    """What is wrong with the gradients, by name; asked only where a sum was not finite."""
+    nonfinite, huge = [], []
+    for group in groups:
+        for i, param in enumerate(group["params"]):
+            if param.grad is None:
+                continue
+            if not bool(param.grad.isfinite().all()):
+                nonfinite.append(param_name(group, i))
+            elif squares and not bool(_sum_of_squares(param.grad).isfinite()):
+                huge.append(param_name(group, i))
+    found = []
+    if nonfinite:
+        found.append(f"non-finite gradient of parameter {', '.join(nonfinite)}")
+    if huge:
+        found.append(f"gradient too large to be squared, of parameter {', '.join(huge)}")
+    return "; ".join(found)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isokron.optim.groups import learning_rate
+from isokron.optim.groups import decay_rate, learning_rate
 
 
 class FusedList:
@@ -80,7 +80,6 @@ class FusedList:
         if weight_decay and group["decay"] == "l2":
             signed = -weight_decay if group["maximize"] else weight_decay
             grads = list(torch._foreach_add(grads, params, alpha=signed))
-            weight_decay = 0.0
         targets = params
         if not (self.plain and _flat(params, grads, self.dtype)):
             exp_avg = state["exp_avg"]
@@ -98,7 +97,7 @@ class FusedList:
             lr=learning_rate(group),
             beta1=beta1,
             beta2=beta2,
-            weight_decay=weight_decay,
+            weight_decay=decay_rate(group),
             eps=group["eps"],
             maximize=group["maximize"],
         )

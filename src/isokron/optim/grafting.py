@@ -3,7 +3,7 @@
 P ← P · ‖D‖ / ‖P‖ per block, D the direction of a simple method kept beside the real one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,23 @@ def graft_direction(
     if kind == "adam":
         second = second / bias(beta2, state["step"])
     return moment / (second.sqrt() + group["eps"])
+
+
+def rescale_(updates: Sequence[Tensor], simple: Sequence[Tensor], owner: Sequence[Tensor]) -> None:
+    """Give the rows of all updates, parameter by parameter, the norm of the simple ones' rows.
+
+    updates, simple: one [B, ...] a batch; owner: one [B] a batch, which parameter a row is of.
+    """
+    device = updates[0].device
+    owners = torch.cat(list(owner)).to(device)
+    squares = []
+    for tensors in (updates, simple):
+        norms = torch.cat([torch.linalg.vector_norm(t.flatten(1), dim=1) for t in tensors])
+        total = torch.zeros(int(owners.max()) + 1, dtype=torch.float64, device=device)
+        squares.append(total.index_add_(0, owners, norms.double() ** 2))
+    ratio = (squares[1].sqrt() / (squares[0].sqrt() + TINY))[owners]
+    for update, part in zip(updates, ratio.split([len(t) for t in updates]), strict=True):
+        update.mul_(part.to(update.dtype).view(-1, *[1] * (update.ndim - 1)))
 
 
 def graft(direction: Tensor, length_of: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
-"""What a parameter group says: the settings every optimizer shares, and what makes one wrong."""
+"""What a parameter group says, and what makes it wrong."""
 
 import difflib
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from numbers import Real
@@ -10,36 +11,10 @@ import torch
 from torch import Tensor
 
 from isokron.optim.blocks import split_sizes
+from isokron.optim.cadence import check_cadence
+from isokron.optim.settings import CHOICES, SHARED
 
-# Every group carries these; an optimizer's own arguments override them and add to them.
-SHARED: dict[str, Any] = {
-    "lr_scale": 1.0,  # the group's factor on the one schedule of all groups
-    "route": "auto",  # "auto": matrices get the method, the rest AdamW; "adamw": all AdamW
-    "stacked": 0,  # leading dimensions that count matrices, as in [experts, m, n]
-    "split": None,  # parts of a fused projection: sizes, or a number of equal parts
-    "split_dim": 0,  # the dimension of one matrix along which `split` cuts
-    "weight_decay": 0.0,
-    "decay": "decoupled",  # or "l2": into the gradient
-    "momentum": 0.0,
-    "nesterov": False,
-    "graft": None,  # whose step length: "sgd", "adagrad", "rmsprop", "adam" or the method's own
-    "every": 1,  # steps between refreshes
-    "start": None,  # the first refresh; `every` by default
-    "max_dim": None,  # blocks are cut here
-    "betas": (0.9, 0.999),  # of AdamW; β₂ also of grafting
-    "eps": 1e-8,
-    "amsgrad": False,
-    "maximize": False,
-    "nonfinite": "raise",  # or "skip" the step, or "ignore" (no check)
-    "state_dtype": torch.float32,  # at least this wide; None: the parameter's own
-}
-
-CHOICES: dict[str, tuple[Any, ...]] = {
-    "route": ("auto", "adamw"),
-    "decay": ("decoupled", "l2"),
-    "graft": (None, "sgd", "adagrad", "rmsprop", "adam"),
-    "nonfinite": ("raise", "skip", "ignore"),
-}
+LEAST = {"every": 1, "stacked": 0, "split_dim": 0, "delay": 0, "tolerated": 0}
 
 
 def learning_rate(group: Mapping[str, Any]) -> Any:
@@ -48,6 +23,21 @@ def learning_rate(group: Mapping[str, Any]) -> Any:
     if isinstance(lr, Tensor):
         lr = lr.reshape(())
     return lr if scale == 1.0 else lr * scale
+
+
+def note_peak_(group: dict[str, Any]) -> None:
+    """Remember the largest learning rate there was or is to be, where weight decay needs it."""
+    if group["decay"] == "corrected":
+        rates = [group.get(key) or 0.0 for key in ("peak_lr", "initial_lr", "max_lr", "lr")]
+        group["peak_lr"] = max(map(float, rates))
+
+
+def decay_rate(group: Mapping[str, Any]) -> Any:
+    """λ of W ← W − lr·λW; "corrected" lets it fall with the learning rate (2506.02285)."""
+    rate = 0.0 if group["decay"] == "l2" else group["weight_decay"]
+    if rate and group["decay"] == "corrected" and group["peak_lr"]:
+        return rate * float(group["lr"]) / group["peak_lr"]
+    return rate
 
 
 def state_dtype(param: Tensor, group: Mapping[str, Any]) -> torch.dtype:
@@ -72,17 +62,25 @@ def check_group(optimizer: str, group: Mapping[str, Any]) -> None:
     need(_scalar(group["lr"]) >= 0, "lr", "a finite number of at least 0")
     for name in ("lr_scale", "weight_decay", "eps"):
         need(_scalar(group[name]) >= 0, name, "a finite number of at least 0")
-    need(0 <= _scalar(group["momentum"]) < 1, "momentum", "at least 0 and below 1")
+    for name in ("momentum", "dampening", "average_decay"):
+        need(0 <= _scalar(group[name]) < 1, name, "at least 0 and below 1")
+    need(0 <= _scalar(group["average_beta"]) <= 1, "average_beta", "at least 0 and at most 1")
+    beta3 = group["beta3"]
+    need(beta3 is None or 0 <= _scalar(beta3) < 1, "beta3", "None or at least 0 and below 1")
     betas = group["betas"]
     pair = isinstance(betas, Sequence) and len(betas) == 2
     numbers = pair and not any(isinstance(beta, Tensor) for beta in betas)
     need(numbers and all(0 <= _scalar(b) < 1 for b in betas), "betas", "two numbers in [0, 1)")
     for name, choices in CHOICES.items():
         need(group[name] in choices, name, f"one of {', '.join(map(repr, choices))}")
-    for name, least in (("every", 1), ("stacked", 0), ("split_dim", 0)):
+    for name, least in LEAST.items():
         need(_whole(group[name], least), name, f"a whole number of at least {least}")
     for name in ("start", "max_dim"):
         need(group[name] is None or _whole(group[name], 1), name, "None or a whole number above 0")
+    for name in ("vectors", "stagger", "nesterov", "maximize", "amsgrad"):
+        need(isinstance(group[name], bool), name, "True or False")
+    if wrong := check_cadence(group):
+        need(False, "delay", wrong)
     need(
         not (group["nesterov"] and group["momentum"] == 0),
         "nesterov",
@@ -94,6 +92,24 @@ def check_group(optimizer: str, group: Mapping[str, Any]) -> None:
         "state_dtype",
         "None or a floating-point dtype",
     )
+
+
+def check_settings(optimizer: type, settings: Mapping[str, Any]) -> None:
+    """Refuse what a constructor's `**shared` let through and nothing would ever read."""
+    named, rest = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD
+    makers = [vars(cls)["__init__"] for cls in optimizer.__mro__ if "__init__" in vars(cls)]
+    kinds = [inspect.signature(maker).parameters.values() for maker in makers[:-1]]
+    if not any(parameter.kind is rest for parameter in kinds[0]):
+        return  # Python has checked the keywords itself
+    own = {parameter.name for several in kinds for parameter in several if parameter.kind is named}
+    known = sorted((own | set(SHARED)) - {"mode"})
+    for name in settings:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(known)}"
+            raise TypeError(
+                f"{optimizer.__name__} got an unexpected keyword argument {name!r}; {hint}"
+            )
 
 
 def check_spelling(optimizer: str, given: Mapping[str, Any], known: Sequence[str]) -> None:

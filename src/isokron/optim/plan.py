@@ -9,15 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isokron.optim.averaging import Averages
 from isokron.optim.blocks import Batch, Row, cut_blocks
+from isokron.optim.cadence import take_turns_
 from isokron.optim.fused import FusedList
 from isokron.optim.groups import state_dtype
+from isokron.optim.settings import LAYOUT
 
 State = MutableMapping[Tensor, Any]
-
-
-# what the blocks and the state of a group depend on; changing one makes a new plan
-LAYOUT = ("route", "stacked", "split", "split_dim", "max_dim", "graft", "amsgrad", "state_dtype")
 
 
 @dataclass(frozen=True)
@@ -29,9 +28,11 @@ class Plan:
 
     params: list[Tensor]
     layout: tuple[Any, ...]
+    shaping: tuple[str, ...]
     idle: list[Tensor]
     batches: list[Batch]
     fused: list[FusedList]
+    averages: Averages | None
 
     def holds(self, group: Mapping[str, Any]) -> bool:
         """Whether the plan was made for this group as it is and has all that take part now."""
@@ -39,7 +40,7 @@ class Plan:
         return (
             len(self.params) == len(params)
             and all(map(is_, self.params, params))
-            and self.layout == layout(group)
+            and self.layout == layout(group, self.shaping)
             and all(param.grad is None for param in self.idle)
         )
 
@@ -49,9 +50,12 @@ class Plan:
         for batch in self.batches:
             for i, row in enumerate(batch.rows):
                 entry = entries.setdefault(row.param, {"step": batch.step[i]})
-                entry.update({f"{key}.{row.number}": v[i] for key, v in batch.state.items()})
+                entry.update({f"{key}.{row.number}": v[i] for key, v in batch.stored().items()})
         for fused in self.fused:
             entries |= {param: fused.row(i) for i, param in enumerate(fused.params)}
+        if self.averages is not None:
+            for i, param in enumerate(self.averages.params):
+                entries[param].update(self.averages.entry(i))
         return entries
 
 
@@ -71,8 +75,9 @@ class Shown:
         )
 
 
-def layout(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    return (group["momentum"] > 0, *[group[key] for key in LAYOUT])
+def layout(group: Mapping[str, Any], shaping: tuple[str, ...]) -> tuple[Any, ...]:
+    on = (group["momentum"] > 0, group["betas"][0] > 0, group["delay"] > 0)
+    return (*on, *[group[key] for key in (*LAYOUT, *shaping)])
 
 
 def build_plan(
@@ -80,8 +85,12 @@ def build_plan(
     takes: Callable[[Tensor, Mapping[str, Any]], bool],
     order: int | None,
     state: Mapping[Tensor, Any],
+    shaping: tuple[str, ...] = (),
 ) -> Plan:
-    """Batches of equal blocks of what the method takes, lists for AdamW of the rest."""
+    """Batches of equal blocks of what the method takes, lists for AdamW of the rest.
+
+    `shaping`: settings of the method's own on which the form of its state depends.
+    """
     rows: dict[tuple[Any, ...], list[Row]] = {}
     lists: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     idle: list[Tensor] = []
@@ -97,7 +106,8 @@ def build_plan(
         blocks = cut_blocks(
             param.shape,
             max_dim=group["max_dim"],
-            order=order,
+            oversize=group["oversize"],
+            order=2 if group["route"] == "spectral" else order,
             stacked=group["stacked"],
             split=group["split"],
             split_dim=group["split_dim"],
@@ -110,4 +120,9 @@ def build_plan(
         FusedList(params, state_dtype(params[0], group), group["amsgrad"])
         for params in lists.values()
     ]
-    return Plan(list(group["params"]), layout(group), idle, batches, fused)
+    if group["stagger"]:
+        take_turns_(batches, group["every"])
+    stepped = [p for p in group["params"] if p.numel() and all(p is not q for q in idle)]
+    averages = Averages(stepped, group) if group["average"] else None
+    form = layout(group, shaping)
+    return Plan(list(group["params"]), form, shaping, idle, batches, fused, averages)

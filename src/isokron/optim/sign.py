@@ -1,11 +1,12 @@
 """Sign descent: every element of a matrix moves by the learning rate (Signum, 1802.04434)."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Unpack
 
 from torch import Tensor
 
 from isokron.optim.engine import Params, Preconditioned
+from isokron.optim.settings import Shared
 
 
 class SignDescent(Preconditioned):
@@ -21,12 +22,9 @@ class SignDescent(Preconditioned):
         momentum: float = 0.9,
         nesterov: bool = False,
         weight_decay: float = 0.1,
-        decay: str = "decoupled",
         graft: str | None = None,
         betas: tuple[float, float] = (0.9, 0.99),
-        eps: float = 1e-8,
-        maximize: bool = False,
-        nonfinite: str = "raise",
+        **shared: Unpack[Shared],
     ) -> None:
         super().__init__(
             params,
@@ -34,12 +32,9 @@ class SignDescent(Preconditioned):
             momentum=momentum,
             nesterov=nesterov,
             weight_decay=weight_decay,
-            decay=decay,
             graft=graft,
             betas=betas,
-            eps=eps,
-            maximize=maximize,
-            nonfinite=nonfinite,
+            **shared,
         )
 
     def direction(

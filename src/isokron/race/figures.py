@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 from isokron.race.optimizers import YARDSTICK
 from isokron.race.plot import Line, Mark, Plot
-from isokron.race.results import Result, Standing, mean_curve, sweep
+from isokron.race.results import Result, Standing
+from isokron.race.standings import mean_curve, sweep
 
 DECADE = 8.0  # a loss that falls by more than this reads better on a log scale
 SETTLED = 0.12  # share of the steps after which the fall from the start no longer fills the plot
@@ -27,10 +28,7 @@ def loss_by_step(result: Result) -> Plot:
 
 def loss_by_time(result: Result) -> Plot:
     """The same curves against seconds: steps × the optimizer's time of a step."""
-    seconds = {
-        s.optimizer: (s.model_seconds or 0) + (s.optimizer_seconds or 0) for s in result.standings
-    }
-    lines = _curves(result, seconds)
+    lines = _curves(result, {s.optimizer: s.step_seconds for s in result.standings})
     return _loss_plot(result, "by-time", "seconds of training", "by training time", lines)
 
 

@@ -17,11 +17,15 @@ if TYPE_CHECKING:
 
 YARDSTICK = "adamw"
 ADAMW_LRS = (3e-4, 1e-3, 3e-3, 1e-2)
+STRUCTURED_LRS = (1e-3, 3e-3, 1e-2, 3e-2)
 
 # name → (class in isokron, learning rates to try)
 BUILT_IN: dict[str, tuple[str, tuple[float, ...]]] = {
     "adamw": ("AdamW", ADAMW_LRS),
-    "muon": ("Muon", (1e-3, 3e-3, 1e-2, 3e-2)),
+    "muon": ("Muon", STRUCTURED_LRS),
+    "shampoo": ("Shampoo", STRUCTURED_LRS),
+    "soap": ("SOAP", STRUCTURED_LRS),
+    "katie": ("Katie", STRUCTURED_LRS),
     "sign": ("SignDescent", (3e-4, 1e-3, 3e-3, 1e-2)),
 }
 
@@ -96,6 +100,7 @@ def resolve(spec: str) -> Entrant:
 
     ours = getattr(isokron, class_name)
     _check_options(spec, ours, options)
+    _try(spec, ours, lrs[0], options)
 
     def build_ours(model: nn.Module, lr: float) -> Optimizer:
         return ours(isokron.param_groups(model), lr=lr, **options)
@@ -118,7 +123,25 @@ def _check_options(spec: str, factory: Callable[..., Any], options: dict[str, An
     try:
         signature.bind(None, lr=0.0, **options)
     except TypeError as error:
-        names = [name for name in signature.parameters if name not in ("params", "lr", "self")]
-        raise ValueError(
-            f"optimizer {spec!r} cannot be called: {error}; its options are {', '.join(names)}"
-        ) from None
+        raise ValueError(_cannot(spec, factory, error)) from None
+
+
+def _try(spec: str, ours: Callable[..., Optimizer], lr: float, options: dict[str, Any]) -> None:
+    """Build it once: what the signature leaves to the engine, and every value, is checked there."""
+    import torch
+    from torch import nn
+
+    try:
+        ours([nn.Parameter(torch.zeros(2, 2))], lr=lr, **options)
+    except TypeError as error:
+        raise ValueError(_cannot(spec, ours, error)) from None
+    except ValueError as error:
+        raise ValueError(f"optimizer {spec!r}: {error}") from None
+
+
+def _cannot(spec: str, factory: Callable[..., Any], error: Exception) -> str:
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(factory).parameters.values()
+    names = [p.name for p in parameters if p.kind not in variable]
+    options = ", ".join(name for name in names if name not in ("params", "lr", "self"))
+    return f"optimizer {spec!r} cannot be called: {error}; its options are {options}"

@@ -11,7 +11,8 @@ from typing import Any
 from isokron.race.figures import colours, learning_rates, loss_by_step, loss_by_time
 from isokron.race.plot import COLOURS, CSS, Plot, draw
 from isokron.race.results import Result
-from isokron.race.table import COLUMNS, notes, rows
+from isokron.race.table import columns, notes, probe_rows, rows
+from isokron.race.verdict import circumstances, verdict
 
 FOLDER = Path(__file__).parent
 
@@ -37,6 +38,7 @@ def page(result: Result) -> str:
             "<h2>Standings</h2>",
             _standings(result),
             _list(notes(result)),
+            _shorter(result),
             '<div class="plots">',
             _figure(learning_rates(result), "Ring: best of its optimizer. ×: diverged or failed."),
             _samples(result),
@@ -52,35 +54,6 @@ def page(result: Result) -> str:
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main>\n{body}\n"
         f"</main>\n<script>\n{script}</script>\n</body>\n</html>\n"
-    )
-
-
-def verdict(result: Result) -> str:
-    """The outcome in one sentence."""
-    winner = result.winner
-    if winner is None:
-        return "No optimizer has finished a run at any learning rate yet."
-    lowest = f"{winner.optimizer} ends lowest, at {winner.final:.4f} {result.settings['unit']}"
-    quick = [s for s in result.standings if s.fewer_steps and s.fewer_steps > 1.005]
-    if not quick:
-        return f"{lowest}."
-    best = max(quick, key=lambda s: s.fewer_steps or 0)
-    who = " and" if best.optimizer == winner.optimizer else f"; {best.optimizer}"
-    gain = f"{who} reaches AdamW's final loss in {best.fewer_steps:.2f}× fewer steps"
-    ratio = best.less_time or 1.0
-    time = f"{ratio:.2f}× less time" if ratio >= 1 else f"{1 / ratio:.2f}× more time"
-    return f"{lowest}{gain} and {time}."
-
-
-def circumstances(result: Result) -> str:
-    """Size and length of the race in one sentence."""
-    s = result.settings
-    seeds = "one seed" if s["seeds"] == 1 else f"{s['seeds']} seeds"
-    return (
-        f"{s['parameters']:,} parameters, {s['training examples']:,} training examples, "
-        f"{s['steps']:,} steps of {s['batch size']}, {seeds}. All optimizers start from the same "
-        "weights and see the same batches under the same schedule; each is shown at its own best "
-        "learning rate."
     )
 
 
@@ -106,7 +79,7 @@ def _figure(plot: Plot, caption: str) -> str:
 def _standings(result: Result) -> str:
     palette = colours(result)
     winner = result.winner
-    head = "".join(f'<th scope="col">{escape(column)}</th>' for column in COLUMNS)
+    head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns(result))
     lines = []
     for standing, cells in zip(result.standings, rows(result), strict=True):
         won = winner is not None and winner.optimizer == standing.optimizer
@@ -131,15 +104,28 @@ def _samples(result: Result) -> str:
     )
 
 
+def _shorter(result: Result) -> str:
+    """All that the search tried, so that a reader sees whether longer schedules did end lower."""
+    cells = probe_rows(result)
+    if not cells:
+        return ""
+    head = ("optimizer", "schedule", "final loss", "AdamW's loss")
+    table = _table(head, cells, "")
+    return f"<details><summary>Shorter schedules tried</summary>{table}</details>"
+
+
 def _troubles(result: Result) -> str:
-    bad = [run for run in result.runs if run.status != "finished"]
+    bad = [run for run in (*result.runs, *result.probes) if run.status != "finished"]
     if not bad:
         return "<h2>Diverged and failed runs</h2><p>None.</p>"
     cells = [
-        [run.optimizer, f"{run.lr:g}", str(run.seed), run.status, run.message]
+        [
+            *(run.optimizer, f"{run.lr:g}", str(run.seed)),
+            *(str(run.schedule or result.settings["steps"]), run.status, run.message),
+        ]
         for run in sorted(bad, key=lambda run: (run.optimizer, run.lr, run.seed))
     ]
-    head = ("optimizer", "lr", "seed", "outcome", "message")
+    head = ("optimizer", "lr", "seed", "schedule", "outcome", "message")
     return f"<h2>Diverged and failed runs</h2>{_table(head, cells, 'words')}"
 
 

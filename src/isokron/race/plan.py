@@ -21,7 +21,11 @@ Rates: TypeAlias = Sequence[float] | Mapping[str, Sequence[float]] | None
 
 @dataclass(frozen=True)
 class Plan:
-    """sweeps: optimizer → learning rates; growing: optimizers whose sweep may be extended."""
+    """sweeps: optimizer → learning rates; growing: optimizers whose sweep may be extended.
+
+    shortest: look for the shortest schedules too. It changes no run of the race, so it is not
+    among the settings: a race may be resumed with it or without.
+    """
 
     task: Task
     entrants: tuple[Entrant, ...]
@@ -30,10 +34,16 @@ class Plan:
     steps: int
     seeds: int
     notes: tuple[str, ...] = ()
+    shortest: bool = False
 
 
 def make_plan(
-    task: Task | str, optimizers: Iterable[str], steps: int, seeds: int, lrs: Rates = None
+    task: Task | str,
+    optimizers: Iterable[str],
+    steps: int,
+    seeds: int,
+    lrs: Rates = None,
+    shortest: bool = False,
 ) -> Plan:
     """Check all arguments, add the yardstick, choose the learning rates."""
     for name, value in (("steps", steps), ("seeds", seeds)):
@@ -55,6 +65,7 @@ def make_plan(
         steps,
         seeds,
         tuple(notes),
+        shortest,
     )
 
 

@@ -18,11 +18,18 @@ QUIET_SECONDS = 10.0  # between lines where there is no terminal
 
 @dataclass
 class Tally:
-    """Counts, best losses and the time remaining."""
+    """Counts, best losses and the time remaining.
 
+    total, ended: runs. work, worked: the same in steps, since runs differ in length.
+    length: steps of the race's own runs; steps: of the current one.
+    """
+
+    length: int = 0
     steps: int = 0
     total: int = 0
     ended: int = 0
+    work: int = 0
+    worked: int = 0
     current: str = ""
     step: int = 0
     loss: float = math.nan
@@ -31,20 +38,30 @@ class Tally:
 
     def planned(self, runs: int, steps: int) -> None:
         self.total += runs
-        self.steps = steps
+        self.work += runs * steps
+        self.length = self.length or steps
 
-    def started(self, optimizer: str, lr: float, seed: int) -> None:
-        self.current, self.step, self.loss = f"{optimizer}, lr {lr:g}, seed {seed}", 0, math.nan
+    def started(self, optimizer: str, lr: float, seed: int, steps: int) -> None:
+        shorter = "" if steps == self.length else f", {steps} steps"
+        self.current = f"{optimizer}, lr {lr:g}, seed {seed}{shorter}"
+        self.steps, self.step, self.loss = steps, 0, math.nan
 
     def ended_run(self, run: Run) -> None:
         self.ended += 1
+        self.worked += self.steps
         self.step = 0
+        if run.schedule is not None:  # not comparable with the others' best
+            return
         best = self.best.get(run.optimizer, (math.inf, math.nan))
         self.best[run.optimizer] = min(best, (run.final, run.lr))
 
+    def share(self) -> float:
+        """How much of what is planned is done, by steps."""
+        return (self.worked + self.step) / max(1, self.work)
+
     def remaining(self) -> float | None:
         """Seconds left at the pace so far; None before there is a pace."""
-        share = (self.ended + self.step / max(1, self.steps)) / max(1, self.total)
+        share = self.share()
         elapsed = time.monotonic() - self.began
         return elapsed * (1 - share) / share if share > 0 and elapsed > 1 else None
 
@@ -65,16 +82,14 @@ class LineProgress:
         self.tally = Tally()
         self.spoke = time.monotonic()
 
-    def planned(self, runs: int, steps: int) -> None:
-        first = not self.tally.total
+    def planned(self, runs: int, steps: int, why: str = "") -> None:
         self.tally.planned(runs, steps)
         if runs:
             words = f"{runs} {'run' if runs == 1 else 'runs'} of {steps} steps"
-            why = "" if first else " more: the best learning rate lies at an edge of the sweep"
-            self._say(words + why)
+            self._say(f"{words} more: {why}" if why else words)
 
-    def started(self, optimizer: str, lr: float, seed: int) -> None:
-        self.tally.started(optimizer, lr, seed)
+    def started(self, optimizer: str, lr: float, seed: int, steps: int) -> None:
+        self.tally.started(optimizer, lr, seed, steps)
 
     def stepped(self, step: int, loss: float) -> None:
         tally = self.tally
@@ -109,11 +124,11 @@ class LiveProgress:
     def __exit__(self, *_: object) -> None:
         self.live.stop()
 
-    def planned(self, runs: int, steps: int) -> None:
+    def planned(self, runs: int, steps: int, why: str = "") -> None:
         self.tally.planned(runs, steps)
 
-    def started(self, optimizer: str, lr: float, seed: int) -> None:
-        self.tally.started(optimizer, lr, seed)
+    def started(self, optimizer: str, lr: float, seed: int, steps: int) -> None:
+        self.tally.started(optimizer, lr, seed, steps)
 
     def stepped(self, step: int, loss: float) -> None:
         self.tally.step, self.tally.loss = step, loss
@@ -127,7 +142,6 @@ class LiveProgress:
         from rich.text import Text
 
         tally = self.tally
-        done = tally.ended + tally.step / max(1, tally.steps)
         number = min(tally.ended + 1, tally.total)
         now = f"run {number} of {tally.total}  {tally.current}"
         loss = "" if math.isnan(tally.loss) else f", loss {tally.loss:.5g}"
@@ -135,7 +149,7 @@ class LiveProgress:
         lines: list[RenderableType] = [Text(now), Text(where, style="dim")]
         if tally.best:
             lines.append(Text(f"best  {tally.best_words()}", style="dim"))
-        return Group(*lines, ProgressBar(total=max(1, tally.total), completed=done, width=48))
+        return Group(*lines, ProgressBar(total=1.0, completed=tally.share(), width=48))
 
 
 def _left(tally: Tally) -> str:

@@ -12,12 +12,12 @@ from typing import Any
 from isokron.race.figures import loss_by_step
 from isokron.race.page import page
 from isokron.race.plot import standalone
-from isokron.race.results import Result
+from isokron.race.results import Result, Run
 from isokron.race.store import Store
 
 HEADER = (
-    *("task", "optimizer", "lr", "seed", "status", "final_loss", "best_loss", "steps_done"),
-    *("seconds", "model_ms", "optimizer_ms", "optimizer_bytes", "best_lr", "message"),
+    *("task", "optimizer", "lr", "seed", "schedule_steps", "status", "final_loss", "best_loss"),
+    *("steps_done", "seconds", "model_ms", "optimizer_ms", "optimizer_bytes", "best_lr", "message"),
 )
 
 
@@ -29,27 +29,27 @@ def write_reports(result: Result, store: Store) -> None:
 
 
 def as_json(result: Result) -> str:
-    """Settings, standings and runs; the training loss of every step stays in the runs' files."""
-    runs = [
-        {k: v for k, v in asdict(run).items() if k != "train_losses"} | {"final": run.final}
-        for run in result.runs
-    ]
+    """Settings, standings, runs; the training loss of every step stays in the runs' files."""
     value = {
         "complete": result.complete,
         "settings": dict(result.settings),
         "standings": [asdict(standing) for standing in result.standings],
-        "runs": runs,
+        "runs": [_run(run) for run in result.runs],
+        "probes": [_run(run) for run in result.probes],
     }
     return json.dumps(_finite(value), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def as_csv(result: Result) -> str:
-    """One row per run, diverged and failed ones too."""
+    """One row per run, diverged and failed ones too, and those on shorter schedules."""
     best = {standing.optimizer: standing.best_lr for standing in result.standings}
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(HEADER)
-    for run in sorted(result.runs, key=lambda r: (r.optimizer, r.lr, r.seed)):
+    # an optimizer's runs of the race come first; on shorter schedules, the longest does
+    whole = result.settings["steps"]
+    every = [(run, run.schedule or whole) for run in (*result.runs, *result.probes)]
+    for run, length in sorted(every, key=lambda e: (e[0].optimizer, -e[1], e[0].lr, e[0].seed)):
         steps = len(run.train_losses)
         writer.writerow(
             [
@@ -57,6 +57,7 @@ def as_csv(result: Result) -> str:
                 run.optimizer,
                 repr(run.lr),
                 run.seed,
+                length,
                 run.status,
                 repr(run.final) if run.status == "finished" else run.status,
                 repr(min(run.eval_losses)) if run.eval_losses else "",
@@ -70,6 +71,10 @@ def as_csv(result: Result) -> str:
             ]
         )
     return file.getvalue()
+
+
+def _run(run: Run) -> dict[str, Any]:
+    return {k: v for k, v in asdict(run).items() if k != "train_losses"} | {"final": run.final}
 
 
 def _finite(value: Any) -> Any:

@@ -78,12 +78,14 @@ class Store:
 
     folder: Path
 
-    def run_path(self, optimizer: str, lr: float, seed: int) -> Path:
-        return self.folder / RUNS / f"{slug(optimizer)}-lr{lr!r}-seed{seed}.json"
+    def run_path(self, run: Run) -> Path:
+        length = "" if run.schedule is None else f"-steps{run.schedule}"
+        name = f"{slug(run.optimizer)}-lr{run.lr!r}-seed{run.seed}{length}.json"
+        return self.folder / RUNS / name
 
     def write_run(self, run: Run) -> None:
-        path = self.run_path(run.optimizer, run.lr, run.seed)
-        write_atomically(path, json.dumps(asdict(run), indent=1, allow_nan=False) + "\n")
+        text = json.dumps(asdict(run), indent=1, allow_nan=False) + "\n"
+        write_atomically(self.run_path(run), text)
 
     def read_runs(self) -> list[Run]:
         return [_read_run(path) for path in sorted((self.folder / RUNS).glob("[!.]*.json"))]

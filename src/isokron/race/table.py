@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from isokron.race.optimizers import YARDSTICK
 from isokron.race.results import Result, Standing
+from isokron.race.shortest import finals
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -22,14 +23,29 @@ COLUMNS = (
     "optimizer memory",
     "diverged",
 )
+SHORTEST = ("shortest schedule", "time of that schedule")  # after the times to AdamW's loss
+PLACE = COLUMNS.index("time to AdamW's loss") + 1
 NONE = "–"
 BUSY = 1.15  # between optimizers, forward and backward should take the same time
 
 
+def columns(result: Result) -> list[str]:
+    """The heads of the table: those of the shortest schedules only where they were looked for."""
+    more = SHORTEST if result.searched else ()
+    return [*COLUMNS[:PLACE], *more, *COLUMNS[PLACE:]]
+
+
 def rows(result: Result) -> list[list[str]]:
-    """One row per optimizer, cells as in COLUMNS."""
-    reachable = any(s.optimizer == YARDSTICK and s.best_lr is not None for s in result.standings)
-    return [_row(standing, result, reachable) for standing in result.standings]
+    """One row per optimizer, cells as in `columns`."""
+    yardstick = next((s for s in result.standings if s.optimizer == YARDSTICK), None)
+    reachable = yardstick is not None and yardstick.best_lr is not None
+    goal = yardstick.final if yardstick is not None and reachable else None
+    found = []
+    for standing in result.standings:
+        row = _row(standing, result, reachable)
+        row[PLACE:PLACE] = _shortest_cells(standing, result, goal) if result.searched else []
+        found.append(row)
+    return found
 
 
 def _row(standing: Standing, result: Result, reachable: bool) -> list[str]:
@@ -52,6 +68,45 @@ def _row(standing: Standing, result: Result, reachable: bool) -> list[str]:
         memory(standing.optimizer_bytes or 0),
         diverged,
     ]
+
+
+def _shortest_cells(standing: Standing, result: Result, goal: float | None) -> list[str]:
+    """Steps and seconds of the shortest schedule, and what share they are of AdamW's."""
+    steps, found = result.settings["steps"], standing.shortest
+    if standing.best_lr is None or goal is None:
+        return [NONE, NONE]
+    if standing.optimizer == YARDSTICK:
+        return [f"{steps} steps", f"{steps * standing.step_seconds:.2f} s"]
+    if found is not None:
+        share = f" ({found.time_share:.2f}×)" if found.time_share is not None else ""
+        return [f"{found.steps} steps ({found.share:.2f}×)", f"{found.seconds:.2f} s{share}"]
+    if standing.final > goal:
+        return ["not reached", "not reached"]
+    failed = any(r.status == "failed" for r in result.probes if r.optimizer == standing.optimizer)
+    return ["failed" if failed else "not finished", NONE]
+
+
+def probe_rows(result: Result) -> list[list[str]]:
+    """Per optimizer and shorter schedule tried, the longest first: mean final loss, reached or not.
+
+    The first row of each is the race itself.
+    """
+    goal = next((s.final for s in result.standings if s.optimizer == YARDSTICK), math.inf)
+    found = []
+    for s in result.standings:
+        tried = finals(s, result.probes, result.settings["seeds"])
+        if tried:
+            tried[result.settings["steps"]] = s.final
+        found += [
+            [
+                s.optimizer,
+                f"{length} steps",
+                f"{loss:.4f}" if math.isfinite(loss) else "diverged",
+                "reached" if loss <= goal else "not reached",
+            ]
+            for length, loss in sorted(tried.items(), reverse=True)
+        ]
+    return found
 
 
 def _ratio(value: float | None, ratio: float | None, form: str, word: str) -> str:
@@ -84,7 +139,16 @@ def notes(result: Result) -> list[str]:
         lines.append(f"Losses are means over {seeds} seeds, ± standard deviation.")
     else:
         lines.append("One seed only: differences may be chance.")
-    lines.append("Times are steps × the time of a step: its median in the least disturbed run.")
+    lines.append(
+        "Times are steps × the time of a step in the least disturbed run, "
+        "the model's by median and the optimizer's by mean."
+    )
+    if result.searched:
+        lines.append(
+            "Shortest schedule: the fewest steps, in twentieths of the race and by bisection, with "
+            "which an optimizer trained on a schedule of that length ends at or below AdamW's "
+            "final loss; × are shares of AdamW's own steps and time."
+        )
     model = [s.model_seconds for s in result.standings if s.model_seconds]
     if model and max(model) > BUSY * min(model):
         lines.append(
@@ -97,6 +161,8 @@ def notes(result: Result) -> list[str]:
             "so a better one may lie beyond."
         )
     lines += [f"{s.optimizer} failed: {s.failure}" for s in result.standings if s.failure]
+    broken = {r.optimizer: r for r in result.probes if r.status == "failed"}
+    lines += [f"{r.optimizer} failed in {r.schedule} steps: {r.message}" for r in broken.values()]
     return lines
 
 
@@ -107,7 +173,7 @@ def rich_table(result: Result, width: int) -> Table:
 
     winner = result.winner.optimizer if result.winner is not None else None
     title = f"{result.settings['task']}, {result.settings['steps']} steps"
-    cells = [list(COLUMNS), *rows(result)]
+    cells = [columns(result), *rows(result)]
     styles = ["", *("bold" if s.optimizer == winner else "" for s in result.standings)]
     texts = [[Text(cell, style) for cell in row] for row, style in zip(cells, styles, strict=True)]
     natural = sum(max(text.cell_len for text in column) + 3 for column in zip(*texts, strict=True))

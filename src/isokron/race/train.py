@@ -76,7 +76,7 @@ def train(
         tuple(record.eval_losses),
         tuple(record.train_losses),
         _typical(record.model_seconds),
-        _typical(record.optimizer_seconds),
+        _mean(record.optimizer_seconds),
         state_bytes,
         weights,
         batches,
@@ -116,8 +116,11 @@ def _loop(
         record.optimizer_seconds.append(end - ready)
         on_step(step, value)
         if step in evaluations:
+            _switch(optimizer, "eval")
             _evaluate(task, model, step, record)
-            model.train()
+            if step < steps:
+                _switch(optimizer, "train")
+                model.train()
 
 
 @torch.no_grad()
@@ -156,6 +159,13 @@ def _guarded(function: Callable[..., Any], *arguments: Any) -> Any:
         raise Failed(f"{type(error).__name__}: {error}") from error
 
 
+def _switch(optimizer: Optimizer, mode: str) -> None:
+    """Optimizers that average iterates evaluate elsewhere than they take gradients."""
+    switch = getattr(optimizer, mode, None)
+    if switch is not None:
+        _guarded(switch)
+
+
 def _now(model: nn.Module) -> float:
     parameter = next(model.parameters(), None)
     if parameter is not None and parameter.device.type != "cpu":
@@ -166,6 +176,12 @@ def _now(model: nn.Module) -> float:
 def _typical(seconds: list[float]) -> float:
     timed = seconds[UNTIMED:] or seconds
     return statistics.median(timed) if timed else 0.0
+
+
+def _mean(seconds: list[float]) -> float:
+    """Of an optimizer, some of whose steps do what the others are spared."""
+    timed = seconds[UNTIMED:] or seconds
+    return statistics.mean(timed) if timed else 0.0
 
 
 def optimizer_bytes(optimizer: Optimizer) -> int:

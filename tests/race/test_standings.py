@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from isokron.race.results import Result, best_lr, first_crossing, summarize, sweep
+from isokron.race.results import Result
+from isokron.race.standings import best_lr, first_crossing, summarize, sweep
 
 
 @pytest.mark.parametrize(

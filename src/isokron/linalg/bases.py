@@ -1,0 +1,40 @@
+"""Eigenbases that follow a slowly changing matrix."""
+
+import torch
+from torch import Tensor
+
+from isokron.linalg.eigen import eigh
+from isokron.linalg.threads import each, worthwhile
+
+
+def eigenbasis(matrix: Tensor) -> Tensor:
+    """Eigenvectors, the largest eigenvalue's first. [..., n, n], only the lower triangle is read"""
+    return eigh(matrix)[1].flip(-1)
+
+
+def follow(matrix: Tensor, basis: Tensor) -> Tensor:
+    """One orthogonal iteration, Q ← QR(AQ), columns by descending Rayleigh quotient. [..., n, n]
+
+    In that order every column is freed of the larger ones and the iteration converges to the
+    eigenvectors; in ascending order it does not (SOAP: 2409.11321).
+    """
+    peak = matrix.diagonal(dim1=-2, dim2=-1).amax(-1)[..., None, None]
+    known = peak > 0  # a matrix of zeros says nothing about its eigenvectors
+    image = (matrix / torch.where(known, peak, 1.0)) @ basis
+    order = (basis * image).sum(-2, keepdim=True).argsort(dim=-1, descending=True, stable=True)
+    return torch.where(known, _orthogonalized(image.take_along_dim(order, -1)), basis)
+
+
+def _orthogonalized(x: Tensor) -> Tensor:
+    """Q of x = QR. [..., n, n]"""
+    if worthwhile(x):
+        return torch.stack(each(lambda matrix: torch.linalg.qr(matrix).Q, x))
+    return torch.linalg.qr(x).Q
+
+
+def offdiagonal(matrix: Tensor, basis: Tensor) -> Tensor:
+    """‖QᵀAQ without its diagonal‖ / ‖A‖: how far a basis is from diagonalising. [...]"""
+    turned = basis.mT @ matrix @ basis
+    total = turned.square().sum((-2, -1))
+    diagonal = turned.diagonal(dim1=-2, dim2=-1).square().sum(-1)
+    return ((total - diagonal).clamp(min=0) / total.clamp(min=torch.finfo(total.dtype).tiny)).sqrt()

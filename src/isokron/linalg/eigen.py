@@ -1,0 +1,93 @@
+"""Eigenvalues and eigenvectors of symmetric matrices, where one bad matrix spoils no other."""
+
+import logging
+
+import torch
+from torch import Tensor
+from torch.linalg import LinAlgError  # type: ignore[attr-defined]
+
+from isokron.linalg.threads import each, worthwhile
+
+logger = logging.getLogger(__name__)
+
+# Added to the diagonal in units of its mean size, once double precision alone has failed.
+JITTERS = (1e-7, 1e-6, 1e-5)
+
+
+def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """A = Q diag(λ) Qᵀ, λ ascending. A: [..., n, n], of which only the lower triangle is read.
+
+    Half precision is computed and returned in float32. Where A is not finite, or every retry
+    failed, λ and Q of that matrix are NaN. Retries: alone → float64 → float64 with jitter.
+    """
+    if matrix.ndim < 2 or matrix.size(-2) != matrix.size(-1):
+        raise ValueError(f"eigh needs matrices [..., n, n], got shape {tuple(matrix.shape)}")
+    lower = matrix.to(torch.promote_types(matrix.dtype, torch.float32)).tril()
+    if lower.numel() == 0:
+        return lower.new_zeros(lower.shape[:-1]), lower
+    peak = lower.abs().amax((-2, -1))  # NaN where any entry is
+    finite = peak.isfinite()
+    if whole := bool(finite.all()):
+        scale = power_of_two(peak)
+    else:  # no backend is to see them: some raise, some never return
+        scale = power_of_two(torch.where(finite, peak, 1.0))
+        lower = lower.masked_fill(~finite[..., None, None], 0.0)
+    values, vectors = _decompose(lower / scale[..., None, None])
+    values = values * scale[..., None]
+    if not whole:
+        values = values.masked_fill(~finite[..., None], torch.nan)
+        vectors = vectors.masked_fill(~finite[..., None, None], torch.nan)
+    return values, vectors
+
+
+def power_of_two(peak: Tensor) -> Tensor:
+    """The power of two with peak/power in [1, 2): dividing by it rounds nothing. 0 gives tiny."""
+    peak = peak.clamp(min=torch.finfo(peak.dtype).tiny)
+    return peak / (2 * torch.frexp(peak).mantissa)
+
+
+def _decompose(scaled: Tensor) -> tuple[Tensor, Tensor]:
+    try:
+        if worthwhile(scaled):
+            pairs = each(lambda matrix: torch.linalg.eigh(matrix, UPLO="L"), scaled)
+            return torch.stack([v for v, _ in pairs]), torch.stack([q for _, q in pairs])
+        values, vectors = torch.linalg.eigh(scaled, UPLO="L")
+    except LinAlgError:
+        values, vectors = _one_by_one(scaled.flatten(0, -3) if scaled.ndim > 2 else scaled[None])
+        return values.view(scaled.shape[:-1]), vectors.view(scaled.shape)
+    return values, vectors
+
+
+def _one_by_one(batch: Tensor) -> tuple[Tensor, Tensor]:
+    """What the batched call could not do, by ever stronger means. batch: [B, n, n]"""
+    values = torch.full_like(batch[..., 0], torch.nan)
+    vectors = torch.full_like(batch, torch.nan)
+    # a lone matrix has already failed as given, and double precision cannot be raised
+    retries = [] if len(batch) == 1 else [("one at a time", batch.dtype, 0.0)]
+    retries += [] if batch.dtype is torch.float64 else [("in float64", torch.float64, 0.0)]
+    retries += [(f"in float64 with jitter {j:g}", torch.float64, j) for j in JITTERS]
+    pending = list(range(len(batch)))
+    for name, dtype, jitter in retries:
+        logger.warning("eigh failed: retrying %d of %d matrices %s", len(pending), len(batch), name)
+        failed = []
+        for i in pending:
+            try:
+                found = _jittered(batch[i].to(dtype), jitter)
+            except LinAlgError:
+                failed.append(i)
+            else:
+                values[i], vectors[i] = found
+        pending = failed
+        if not pending:
+            break
+    if pending:
+        logger.warning("eigh failed: giving up on %d of %d matrices", len(pending), len(batch))
+    return values, vectors
+
+
+def _jittered(matrix: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
+    """eig(A + δI) − δ = eig(A): δ is taken off again, so jitter moves rounding errors only."""
+    delta = jitter * matrix.diagonal().abs().mean()
+    shifted = matrix + delta * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
+    values, vectors = torch.linalg.eigh(shifted, UPLO="L")
+    return values - delta, vectors

@@ -1,0 +1,133 @@
+"""Factors: symmetric positive matrices that act on one dimension of a block."""
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from isokron.linalg.eigen import eigh
+
+
+def multiply(x: Tensor, matrix: Tensor, dim: int) -> Tensor:
+    """x ×_dim A: y[.., i, ..] = Σ_j A[i, j] x[.., j, ..]. x: [B..., d1..dk], A: [B..., m, n].
+
+    `dim` counts from the end. A need not be symmetric; its batch dimensions are those of x.
+    """
+    batch = matrix.ndim - 2
+    axis = x.ndim + dim
+    if dim >= 0 or axis < batch or x.shape[:batch] != matrix.shape[:-2]:
+        raise ValueError(
+            f"multiply needs x [B..., d1..dk], matrix [B..., m, n] and dim from -k to -1, "
+            f"got shapes {tuple(x.shape)}, {tuple(matrix.shape)} and dim {dim}"
+        )
+    lead, before, after = x.shape[:batch], x.shape[batch:axis], x.shape[axis + 1 :]
+    rows, n = matrix.shape[-2], x.shape[axis]
+    # at either end a reshape makes one product a batch entry: nothing is copied or expanded
+    if not before:
+        y = torch.matmul(matrix, x.reshape(*lead, n, prod(after)))
+    elif not after:
+        y = torch.matmul(x.reshape(*lead, prod(before), n), matrix.mT)
+    else:
+        moved = x.movedim(axis, batch)
+        y = torch.matmul(matrix, moved.reshape(*lead, n, prod(before) * prod(after)))
+        y = y.view(*lead, rows, *before, *after).movedim(batch, axis).contiguous()
+    return y.reshape(*lead, *before, rows, *after)
+
+
+def along(values: Tensor, x: Tensor, dim: int) -> Tensor:
+    """values [B..., n] as [B..., 1.., n, ..1], to scale x [B..., d1..dk] along `dim`."""
+    batch = values.ndim - 1
+    ones = [1] * (x.ndim - batch)
+    ones[dim] = values.shape[-1]
+    return values.reshape(*values.shape[:-1], *ones)
+
+
+def damped_power(values: Tensor, p: float, damping: float = 0.0) -> Tensor:
+    """(max(λ, 0) + damping)^p: what is below zero in a positive matrix is rounding."""
+    return (values.clamp(min=0) + damping) ** p
+
+
+@dataclass(frozen=True)
+class Identity:
+    """scale·I, of any size."""
+
+    scale: float = 1.0
+
+    def apply(self, x: Tensor, dim: int) -> Tensor:
+        return x if self.scale == 1.0 else x * self.scale
+
+    def inverse(self, damping: float = 0.0) -> "Identity":
+        return self.power(-1.0, damping)
+
+    def power(self, p: float, damping: float = 0.0) -> "Identity":
+        return Identity((self.scale + damping) ** p)
+
+    def to_dense(self, n: int | None = None) -> Tensor:
+        """In float64 on the CPU, since there is no tensor here to take after."""
+        if n is None:
+            raise ValueError("Identity has no size of its own; give to_dense the size n")
+        return torch.eye(n, dtype=torch.float64) * self.scale
+
+
+@dataclass(frozen=True, eq=False)
+class Diagonal:
+    """diag(values). values: [..., n]"""
+
+    values: Tensor
+
+    def apply(self, x: Tensor, dim: int) -> Tensor:
+        return x * along(self.values, x, dim)
+
+    def inverse(self, damping: float = 0.0) -> "Diagonal":
+        return self.power(-1.0, damping)
+
+    def power(self, p: float, damping: float = 0.0) -> "Diagonal":
+        return Diagonal(damped_power(self.values, p, damping))
+
+    def to_dense(self, n: int | None = None) -> Tensor:
+        return torch.diag_embed(self.values)
+
+
+@dataclass(frozen=True, eq=False)
+class Dense:
+    """A symmetric matrix. matrix: [..., n, n]"""
+
+    matrix: Tensor
+
+    def apply(self, x: Tensor, dim: int) -> Tensor:
+        return multiply(x, self.matrix, dim)
+
+    def inverse(self, damping: float = 0.0) -> "Dense":
+        return self.power(-1.0, damping)
+
+    def power(self, p: float, damping: float = 0.0) -> "Dense":
+        """Q (Λ + damping)^p Qᵀ, multiplied out: applied more often than it is taken."""
+        return Dense(Eigen(*eigh(self.matrix)).power(p, damping).to_dense())
+
+    def to_dense(self, n: int | None = None) -> Tensor:
+        return self.matrix
+
+
+@dataclass(frozen=True, eq=False)
+class Eigen:
+    """Q diag(values) Qᵀ with orthogonal Q. values: [..., n], basis Q: [..., n, n]"""
+
+    values: Tensor
+    basis: Tensor
+
+    def apply(self, x: Tensor, dim: int) -> Tensor:
+        rotated = multiply(x, self.basis.mT, dim)
+        return multiply(rotated * along(self.values, x, dim), self.basis, dim)
+
+    def inverse(self, damping: float = 0.0) -> "Eigen":
+        return self.power(-1.0, damping)
+
+    def power(self, p: float, damping: float = 0.0) -> "Eigen":
+        return Eigen(damped_power(self.values, p, damping), self.basis)
+
+    def to_dense(self, n: int | None = None) -> Tensor:
+        return (self.basis * self.values.unsqueeze(-2)) @ self.basis.mT
+
+
+Factor = Identity | Diagonal | Dense | Eigen

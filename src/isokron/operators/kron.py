@@ -1,0 +1,114 @@
+"""Operators on whole blocks, made of one factor or basis a dimension."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from isokron.operators.factors import Factor, Identity, damped_power, multiply
+
+
+@dataclass(frozen=True, eq=False)
+class Kron:
+    """F_1 ⊗ … ⊗ F_k acts on X as X ×_1 F_1 … ×_k F_k. X: [..., d1..dk]"""
+
+    factors: tuple[Factor, ...]
+
+    def apply(self, x: Tensor) -> Tensor:
+        for dim, factor in zip(range(-len(self.factors), 0), self.factors, strict=True):
+            x = factor.apply(x, dim)
+        return x
+
+    def inverse(self, damping: float | Sequence[float] = 0.0) -> "Kron":
+        return self.power(-1.0, damping)
+
+    def power(self, p: float, damping: float | Sequence[float] = 0.0) -> "Kron":
+        """⊗ (F_i + λ_i I)^p: every side has its own damping, or all the same."""
+        if isinstance(damping, Sequence):
+            if len(damping) != len(self.factors):
+                raise ValueError(
+                    f"damping must be one number or one a factor ({len(self.factors)}), "
+                    f"got {len(damping)}"
+                )
+        else:
+            damping = [damping] * len(self.factors)
+        sides = zip(self.factors, damping, strict=True)
+        return Kron(tuple(factor.power(p, side) for factor, side in sides))
+
+    def to_dense(self, shape: Sequence[int] | None = None) -> Tensor:
+        """The matrix on row-major vec(X). `shape`: of a block, needed with an Identity."""
+        sizes = [None] * len(self.factors) if shape is None else shape[-len(self.factors) :]
+        dense = [factor.to_dense(n) for factor, n in zip(self.factors, sizes, strict=True)]
+        own = (d for d, f in zip(dense, self.factors, strict=True) if not isinstance(f, Identity))
+        like = next(own, dense[0])
+        return reduce(_kron, [side.to(like) for side in dense])
+
+
+@dataclass(frozen=True, eq=False)
+class KronEigen:
+    """Q diag(Λ) Qᵀ, Q = Q_1 ⊗ … ⊗ Q_k, Λ any block. bases: [..., d, d] or None for I."""
+
+    bases: tuple[Tensor | None, ...]
+    eigenvalues: Tensor  # [..., d1..dk]
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """Qᵀx: coordinates in the basis."""
+        for dim, basis in zip(range(-len(self.bases), 0), self.bases, strict=True):
+            x = x if basis is None else multiply(x, basis.mT, dim)
+        return x
+
+    def unrotate(self, x: Tensor) -> Tensor:
+        """Qx: back from coordinates in the basis."""
+        for dim, basis in zip(range(-len(self.bases), 0), self.bases, strict=True):
+            x = x if basis is None else multiply(x, basis, dim)
+        return x
+
+    def apply(self, x: Tensor) -> Tensor:
+        return self.unrotate(self.eigenvalues * self.rotate(x))
+
+    def inverse(self, damping: float = 0.0) -> "KronEigen":
+        return self.power(-1.0, damping)
+
+    def power(self, p: float, damping: float = 0.0) -> "KronEigen":
+        return KronEigen(self.bases, damped_power(self.eigenvalues, p, damping))
+
+    def to_dense(self) -> Tensor:
+        """The matrix on row-major vec(X)."""
+        order = len(self.bases)
+        eyes = [
+            torch.eye(n, dtype=self.eigenvalues.dtype, device=self.eigenvalues.device)
+            for n in self.eigenvalues.shape[-order:]
+        ]
+        pairs = zip(self.bases, eyes, strict=True)
+        basis = reduce(_kron, [eye if basis is None else basis for basis, eye in pairs])
+        return (basis * self.eigenvalues.flatten(-order).unsqueeze(-2)) @ basis.mT
+
+
+@dataclass(frozen=True, eq=False)
+class ScaledKron:
+    """D^½ K D^½, D^½ = diag(S): x ↦ S ⊙ K(S ⊙ x). Deviations S [..., d1..dk], correlations K."""
+
+    scale: Tensor
+    kron: Kron
+
+    def apply(self, x: Tensor) -> Tensor:
+        return self.scale * self.kron.apply(self.scale * x)
+
+    def inverse(self, damping: float | Sequence[float] = 0.0) -> "ScaledKron":
+        """D^(−½) K⁻¹ D^(−½). Damping is that of the correlations, whose unit is one."""
+        return ScaledKron(self.scale.reciprocal(), self.kron.inverse(damping))
+
+    def to_dense(self) -> Tensor:
+        """The matrix on row-major vec(X)."""
+        order = len(self.kron.factors)
+        scale = self.scale.flatten(-order)
+        inner = self.kron.to_dense(self.scale.shape[-order:]).to(scale)
+        return scale.unsqueeze(-1) * inner * scale.unsqueeze(-2)
+
+
+def _kron(left: Tensor, right: Tensor) -> Tensor:
+    """A ⊗ B, batched: [..., m, m], [..., n, n] → [..., mn, mn]."""
+    product = left[..., :, None, :, None] * right[..., None, :, None, :]
+    return product.flatten(-2).flatten(-3, -2)

@@ -1,0 +1,66 @@
+"""Averages of iterates: gradients are taken near the average, and the average is the result.
+
+z ← z + δ,  x ← (1−c)x + cz,  y = βx + (1−β)z
+
+δ is the optimizer's own step at y. Schedule-free (Defazio et al., 2405.15682): c = γ²/Σγ², γ the
+learning rate. Primal: c = 1 − decay, an exponential mean. A parameter holds y while training and
+x for evaluation; both are made from x and z alone, so going back and forth changes no bit.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isokron.optim.groups import learning_rate, state_dtype
+
+
+class Averages:
+    """x and z of the parameters of one group, and the weight x has gathered. [n]"""
+
+    def __init__(self, params: Sequence[Tensor], group: Mapping[str, Any]) -> None:
+        self.params = params
+        self.iterate = [_wide_copy(p, group) for p in params]
+        self.average = [_wide_copy(p, group) for p in params]
+        self.weight = torch.zeros(len(params), dtype=torch.float64)
+
+    def entry(self, i: int) -> dict[str, Tensor]:
+        return {
+            "iterate": self.iterate[i],
+            "average": self.average[i],
+            "average_weight": self.weight[i],
+        }
+
+    def before(self) -> list[Tensor | None]:
+        """Where the parameters that are about to step stand now."""
+        return [p.detach().clone() if p.grad is not None else None for p in self.params]
+
+    def after_(self, before: Sequence[Tensor | None], group: Mapping[str, Any]) -> None:
+        """Take the step that was made at y for a step of z, then move the average and y."""
+        beta = group["average_beta"]
+        for i, old in enumerate(before):
+            if old is None:
+                continue
+            param, iterate, average = self.params[i], self.iterate[i], self.average[i]
+            iterate.add_(param.to(iterate.dtype) - old)
+            average.lerp_(iterate, self._share(i, group))
+            param.copy_(iterate.lerp(average, beta))
+
+    def show_(self, mode: str, group: Mapping[str, Any]) -> None:
+        """Let the parameters be y ("train") or x ("eval")."""
+        for param, iterate, average in zip(self.params, self.iterate, self.average, strict=True):
+            shown = average if mode == "eval" else iterate.lerp(average, group["average_beta"])
+            param.copy_(shown)
+
+    def _share(self, i: int, group: Mapping[str, Any]) -> float:
+        """c, the newest iterate's share of the average."""
+        if group["average"] == "primal":
+            return 1 - group["average_decay"]
+        weight = float(learning_rate(group)) ** 2
+        self.weight[i] += weight
+        return weight / float(self.weight[i]) if weight else 0.0
+
+
+def _wide_copy(param: Tensor, group: Mapping[str, Any]) -> Tensor:
+    return param.detach().to(state_dtype(param, group), copy=True)

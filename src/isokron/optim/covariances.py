@@ -1,0 +1,51 @@
+"""Second moments of a block along each of its dimensions, of which half is kept up to date.
+
+F_i ← β F_i + (1−β) X_(i) X_(i)ᵀ, X_(i) the block with dimension i as rows; a plain sum at β = 1.
+In the state they are "cov.0", "cov.1", …; sides without one have no factor.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isokron.linalg import gram_, mirror_, unfold
+from isokron.optim.blocks import Batch
+from isokron.optim.moments import bias
+
+
+def preconditioned_sides(batch: Batch, group: Mapping[str, Any]) -> list[int]:
+    """Dimensions that get a factor: all but those that are kept whole above `max_dim`."""
+    longest = group["max_dim"]
+    return [i for i, size in enumerate(batch.shape) if longest is None or size <= longest]
+
+
+def zero_covariances(
+    batch: Batch, sides: Iterable[int], dtype: torch.dtype | None
+) -> dict[str, Tensor]:
+    return {f"cov.{i}": torch.zeros_like(batch.eyes(batch.shape[i], dtype)) for i in sides}
+
+
+def sides_of(state: Mapping[str, Tensor]) -> list[int]:
+    return [int(key[4:]) for key in state if key.startswith("cov.")]
+
+
+def observe_side_(cov: Tensor, x: Tensor, side: int, beta: float, scale: float = 1.0) -> None:
+    """Fold x [B, ...] into the covariance of one of its sides, in place."""
+    weight = scale * (1 - beta if beta < 1 else 1.0)
+    gram_(cov, unfold(x.to(cov.dtype), side), beta, weight)
+
+
+def debiased(state: Mapping[str, Tensor], side: int, beta: float) -> Tensor:
+    """F̂ = F/(1−βᵗ), on and below the diagonal. [B, d, d]"""
+    cov = state[f"cov.{side}"]
+    if beta == 1:
+        return cov
+    return cov / bias(beta, state["step"].reshape(-1, 1, 1)).to(cov.dtype)
+
+
+def debiased_whole(state: Mapping[str, Tensor], side: int, beta: float) -> Tensor:
+    """F̂ = F/(1−βᵗ), also above the diagonal. [B, d, d]"""
+    cov = debiased(state, side, beta)
+    return mirror_(cov.clone() if cov is state[f"cov.{side}"] else cov)

@@ -1,0 +1,137 @@
+"""Katie: diagonal variances times Kronecker correlations."""
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor
+
+from isokron.linalg import inverse_root
+from isokron.operators import Dense, Identity, Kron
+from isokron.optim.blocks import Batch
+from isokron.optim.covariances import (
+    debiased,
+    observe_side_,
+    preconditioned_sides,
+    sides_of,
+    zero_covariances,
+)
+from isokron.optim.engine import Params, Preconditioned
+from isokron.optim.grafting import graft
+from isokron.optim.moments import bias
+from isokron.optim.settings import HeavyBall
+from isokron.optim.shampoo import check_fraction
+
+FORMS = ("sequential", "symmetric")
+STATISTICS = ("correlation", "raw")
+
+
+class Katie(Preconditioned):
+    """Δ = (M̂ ⊘ S) ×_i (K̂_i + λI)^(−½), scaled to the norm of M̂ ⊘ S; S = √V̂ + ε.
+
+    The gradient's covariance is taken for D^½ K D^½: V, at rate betas[1], estimates its variances
+    D, and K_i, at rate `factor_beta`, the correlations of Z = G ⊘ S along dimension i. Their mean
+    eigenvalue is about one, so `damping` λ has no unit. `form`: "symmetric" divides by √S before
+    and after, which makes the operator positive definite. `statistic`: "raw" takes the factors from
+    G itself and so counts its scale twice; it is there to compare with. `shared`: docs/engine.md.
+    """
+
+    heavy_ball = True
+    squares = True
+    operator = ("root",)
+    shaping = ("factor_dtype",)
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 3e-3,
+        *,
+        betas: tuple[float, float] = (0.9, 0.95),
+        factor_beta: float = 0.95,
+        damping: float = 1e-2,
+        form: str = "sequential",
+        statistic: str = "correlation",
+        factor_dtype: torch.dtype | None = None,
+        graft: str | None = None,
+        weight_decay: float = 0.1,
+        every: int = 10,
+        start: int | None = 1,
+        max_dim: int | None = 256,
+        **shared: Unpack[HeavyBall],
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            betas=betas,
+            factor_beta=factor_beta,
+            damping=damping,
+            form=form,
+            statistic=statistic,
+            factor_dtype=factor_dtype,
+            graft=graft,
+            weight_decay=weight_decay,
+            every=every,
+            start=start,
+            max_dim=max_dim,
+            **shared,
+        )
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        for name, choices in (("form", FORMS), ("statistic", STATISTICS)):
+            if group[name] not in choices:
+                raise ValueError(f"Katie: {name} must be one of {choices}, got {group[name]!r}")
+        check_fraction("Katie", "factor_beta", group["factor_beta"])
+        if not isinstance(group["damping"], (int, float)) or not group["damping"] > 0:
+            raise ValueError(
+                f"Katie: damping must be above 0, got damping={group['damping']!r}; it is relative "
+                "to correlations, whose mean eigenvalue is about 1"
+            )
+
+    def init_state(self, batch: Batch, group: Mapping[str, Any]) -> dict[str, Tensor]:
+        sides = preconditioned_sides(batch, group)
+        return {
+            "variance": batch.zeros(),
+            **zero_covariances(batch, sides, group["factor_dtype"]),
+            **{f"root.{i}": batch.eyes(batch.shape[i]) for i in sides},
+        }
+
+    def observe(self, grad: Tensor, state: dict[str, Tensor], group: Mapping[str, Any]) -> None:
+        beta = group["betas"][1]
+        state["variance"].mul_(beta).addcmul_(grad, grad, value=1 - beta)
+        seen = grad / _deviation(state, group) if group["statistic"] == "correlation" else grad
+        for i in sides_of(state):
+            scale = grad.size(i + 1) / prod(grad.shape[1:])
+            observe_side_(state[f"cov.{i}"], seen, i, group["factor_beta"], scale)
+
+    def refresh(self, state: dict[str, Tensor], group: Mapping[str, Any]) -> dict[str, Tensor]:
+        return {
+            f"root.{i}": inverse_root(
+                debiased(state, i, group["factor_beta"]), 2.0, group["damping"]
+            )
+            for i in sides_of(state)
+        }
+
+    def direction(
+        self, moment: Tensor, state: dict[str, Tensor], group: Mapping[str, Any]
+    ) -> Tensor:
+        deviation = _deviation(state, group)
+        sides = sides_of(state)
+        kron = Kron(
+            tuple(
+                Dense(state[f"root.{i}"]) if i in sides else Identity()
+                for i in range(moment.ndim - 1)
+            )
+        )
+        if group["form"] == "symmetric":
+            half = deviation.sqrt()
+            white = kron.apply(moment / half).div_(half)
+        else:
+            white = kron.apply(moment / deviation)
+        return graft(white, moment / deviation)
+
+
+def _deviation(state: Mapping[str, Tensor], group: Mapping[str, Any]) -> Tensor:
+    """S = √V̂ + ε. [B, ...]"""
+    variance = state["variance"] / bias(group["betas"][1], state["step"])
+    return variance.sqrt_().add_(group["eps"])

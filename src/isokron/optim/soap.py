@@ -1,0 +1,142 @@
+"""SOAP: Adam in the eigenbasis of Shampoo's factors (Vyas et al., 2409.11321)."""
+
+from collections.abc import Mapping
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor
+
+from isokron.linalg import eigenbasis, follow, offdiagonal
+from isokron.operators import KronEigen
+from isokron.operators.factors import multiply
+from isokron.optim.blocks import Batch
+from isokron.optim.covariances import (
+    debiased_whole,
+    observe_side_,
+    preconditioned_sides,
+    sides_of,
+    zero_covariances,
+)
+from isokron.optim.engine import Params, Preconditioned
+from isokron.optim.moments import bias
+from isokron.optim.settings import HeavyBall
+from isokron.optim.shampoo import check_fraction
+
+BASES = ("qr", "eigh")
+
+
+class SOAP(Preconditioned):
+    """P = Q[(QᵀM̂) ⊘ (√Ê + ε)], E the second moment of QᵀG, Q the eigenbases of Shampoo's factors.
+
+    The first moment is kept in the basis too: a step rotates the gradient there and the update
+    back, and nothing else. `factor_beta`: of the factors, betas[1] by default. `basis`: how it is
+    refreshed after its first time, by one "qr" iteration or by "eigh". `tolerance`: a basis that
+    diagonalises its factor to this relative error is left as it is. `shared`: see docs/engine.md.
+    """
+
+    heavy_ball = True
+    keeps_moment = True
+    squares = True
+    operator = ("basis",)
+    shaping = ("factor_dtype",)
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 3e-3,
+        *,
+        betas: tuple[float, float] = (0.9, 0.95),
+        factor_beta: float | None = None,
+        basis: str = "qr",
+        tolerance: float = 0.0,
+        factor_dtype: torch.dtype | None = None,
+        graft: str | None = None,
+        weight_decay: float = 0.1,
+        every: int = 10,
+        start: int | None = 1,
+        max_dim: int | None = 256,
+        **shared: Unpack[HeavyBall],
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            betas=betas,
+            factor_beta=factor_beta,
+            basis=basis,
+            tolerance=tolerance,
+            factor_dtype=factor_dtype,
+            graft=graft,
+            weight_decay=weight_decay,
+            every=every,
+            start=start,
+            max_dim=max_dim,
+            **shared,
+        )
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        if group["basis"] not in BASES:
+            raise ValueError(f"SOAP: basis must be one of {BASES}, got {group['basis']!r}")
+        if group["factor_beta"] is not None:
+            check_fraction("SOAP", "factor_beta", group["factor_beta"])
+
+    def init_state(self, batch: Batch, group: Mapping[str, Any]) -> dict[str, Tensor]:
+        sides = preconditioned_sides(batch, group)
+        return {
+            "rotated": batch.zeros(),  # the first moment, in the basis
+            "variance": batch.zeros(),  # of the gradient in the basis
+            **zero_covariances(batch, sides, group["factor_dtype"]),
+            **{f"basis.{i}": batch.eyes(batch.shape[i]) for i in sides},
+        }
+
+    def observe(self, grad: Tensor, state: dict[str, Tensor], group: Mapping[str, Any]) -> None:
+        for i in sides_of(state):
+            observe_side_(state[f"cov.{i}"], grad, i, _factor_beta(group))
+
+    def refresh(self, state: dict[str, Tensor], group: Mapping[str, Any]) -> dict[str, Tensor]:
+        return {f"basis.{i}": self._refreshed(state, i, group) for i in sides_of(state)}
+
+    def _refreshed(self, state: dict[str, Tensor], side: int, group: Mapping[str, Any]) -> Tensor:
+        cov = debiased_whole(state, side, _factor_beta(group))
+        old = state[f"basis.{side}"].to(cov.dtype)
+        # a basis that was never refreshed is the identity, from which one iteration leads nowhere
+        new = (old.diagonal(dim1=-2, dim2=-1) == 1).all(-1)
+        if group["basis"] == "eigh" or bool(new.all()):
+            basis = eigenbasis(cov)
+        else:
+            basis = follow(cov, old)
+            if bool(new.any()):
+                basis[new] = eigenbasis(cov[new])
+        if group["tolerance"]:
+            fits = ~new & (offdiagonal(cov, old) <= group["tolerance"])
+            basis = torch.where(fits[:, None, None], old, basis)
+        return basis.to(state[f"basis.{side}"].dtype)
+
+    def install(
+        self, fresh: dict[str, Tensor], state: dict[str, Tensor], group: Mapping[str, Any]
+    ) -> None:
+        """What lives in the basis turns with it: R = Q_oldᵀ Q_new, M ← RᵀM, E ← (R⊙R)ᵀE.
+
+        The last is exact for a permutation, and for uncorrelated coordinates.
+        """
+        for key, basis in fresh.items():
+            dim = int(key[6:]) - (state["variance"].ndim - 1)
+            turn = basis.mT @ state[key]
+            state["rotated"].copy_(multiply(state["rotated"], turn, dim))
+            state["variance"].copy_(multiply(state["variance"], turn.square_(), dim))
+            state[key].copy_(basis)
+
+    def direction(self, grad: Tensor, state: dict[str, Tensor], group: Mapping[str, Any]) -> Tensor:
+        beta1, beta2 = group["betas"]
+        bases = [state.get(f"basis.{i}") for i in range(grad.ndim - 1)]
+        eigen = KronEigen(tuple(bases), state["variance"])
+        turned = eigen.rotate(grad)
+        state["rotated"].lerp_(turned, 1 - beta1)
+        state["variance"].mul_(beta2).addcmul_(turned, turned, value=1 - beta2)
+        deviation = (state["variance"] / bias(beta2, state["step"])).sqrt_().add_(group["eps"])
+        moment = turned if beta1 == 0 else state["rotated"] / bias(beta1, state["step"])
+        return eigen.unrotate(moment.div_(deviation))
+
+
+def _factor_beta(group: Mapping[str, Any]) -> float:
+    beta = group["factor_beta"]
+    return group["betas"][1] if beta is None else beta

@@ -1,0 +1,30 @@
+"""Spectral descent: the steepest direction in the spectral norm, for matrices of any optimizer."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from isokron.linalg import newton_schulz
+from isokron.linalg.polar import Coefficients
+
+SCALES = ("match_rms_adamw", "original")
+
+
+def spectral_direction(
+    moment: Tensor,
+    scale: str = "match_rms_adamw",
+    steps: int = 5,
+    coefficients: str | Coefficients | Sequence[Coefficients] = "classic",
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """scale · polar(M). [B, m, n]
+
+    "match_rms_adamw" is 0.2√max(m, n), at which an update's RMS is about AdamW's; "original" is
+    √max(1, m/n).
+    """
+    rows, cols = moment.shape[-2:]
+    original = scale == "original"
+    factor = math.sqrt(max(1, rows / cols)) if original else 0.2 * math.sqrt(max(rows, cols))
+    return newton_schulz(moment, steps, coefficients, dtype=dtype) * factor

@@ -1,0 +1,159 @@
+"""Katie against a naive version in float64, and its invariants."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import isokron
+from naive import SHAPES, assert_follows, flat, gradients, power, times
+
+EVERY, START, BETAS, FACTOR_BETA, DAMPING, EPS = 3, 5, (0.9, 0.95), 0.8, 1e-2, 1e-6
+
+
+def naive_katie(grads: list[Tensor], symmetric: bool = False, raw: bool = False) -> list[Tensor]:
+    shape = grads[0].shape
+    cov = [torch.zeros(n, n).double() for n in shape]
+    root = [torch.eye(n).double() for n in shape]
+    m, v, updates = torch.zeros_like(grads[0]), torch.zeros_like(grads[0]), []
+    for t, g in enumerate(grads, start=1):
+        v = BETAS[1] * v + (1 - BETAS[1]) * g * g
+        s = (v / (1 - BETAS[1] ** t)).sqrt() + EPS
+        z = g if raw else g / s
+        for i, n in enumerate(shape):
+            new = flat(z, i) @ flat(z, i).T / (g.numel() / n)
+            cov[i] = FACTOR_BETA * cov[i] + (1 - FACTOR_BETA) * new
+        if t == START or (t > START and t % EVERY == 0):
+            for i, n in enumerate(shape):
+                root[i] = power(cov[i] / (1 - FACTOR_BETA**t) + DAMPING * torch.eye(n), -0.5)
+        m = BETAS[0] * m + (1 - BETAS[0]) * g
+        adam = m / (1 - BETAS[0] ** t) / s
+        white = adam * s.sqrt() if symmetric else adam
+        for i in range(len(shape)):
+            white = times(white, root[i], i)
+        white = white / s.sqrt() if symmetric else white
+        updates.append(white * adam.norm() / white.norm())
+    return updates
+
+
+SETTINGS: dict[str, Any] = {
+    "every": EVERY,
+    "start": START,
+    "betas": BETAS,
+    "factor_beta": FACTOR_BETA,
+    "damping": DAMPING,
+    "eps": EPS,
+}
+VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "sequential": ({}, {}),
+    "symmetric": ({"form": "symmetric"}, {"symmetric": True}),
+    "raw": ({"statistic": "raw"}, {"raw": True}),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_katie_follows_the_naive_version(shape: tuple[int, ...], variant: str) -> None:
+    own, theirs = VARIANTS[variant]
+    assert_follows(
+        isokron.Katie,
+        lambda grads: naive_katie(grads, **theirs),
+        gradients(shape, 16),
+        **{**SETTINGS, **own},
+    )
+
+
+def walk(optimizer: Any, grads: Tensor, **settings: Any) -> Tensor:
+    weight = nn.Parameter(torch.zeros_like(grads[0]))
+    stepping = optimizer([weight], lr=0.1, weight_decay=0.0, **settings)
+    for grad in grads:
+        weight.grad = grad
+        stepping.step()
+    return weight.detach()
+
+
+@pytest.mark.parametrize("form", ["sequential", "symmetric"])
+@pytest.mark.parametrize("scale", [1e-9, 1e6])
+def test_the_update_does_not_depend_on_the_scale_of_gradients(form: str, scale: float) -> None:
+    grads = gradients((4, 5), 12)
+    settings = {**SETTINGS, "eps": 0.0, "form": form}
+    plain = walk(isokron.Katie, grads, **settings)
+    torch.testing.assert_close(walk(isokron.Katie, scale * grads, **settings), plain)
+
+
+def test_raw_factors_count_the_scale_twice() -> None:
+    """The operator, before its norm is matched, falls with the square of the gradient's scale."""
+    grads = gradients((4, 5), 6)
+    roots = []
+    for scale in (1.0, 10.0):
+        weight = nn.Parameter(torch.zeros(4, 5, dtype=torch.float64))
+        settings = {**SETTINGS, "statistic": "raw", "damping": 1e-9, "every": 6, "start": 6}
+        optimizer = isokron.Katie([weight], **settings)
+        for grad in scale * grads:
+            weight.grad = grad
+            optimizer.step()
+        roots.append(optimizer.state[weight]["root.0.0"])
+    torch.testing.assert_close(roots[0], 10 * roots[1], rtol=1e-4, atol=1e-6)
+
+
+def test_katie_without_correlations_is_adam() -> None:
+    """Factors that are never refreshed are identities, and what is left is Adam."""
+    grads = gradients((4, 5), 12)
+    betas = (0.9, 0.95)
+    katie = walk(isokron.Katie, grads, start=100, betas=betas)
+    weight = nn.Parameter(torch.zeros(4, 5, dtype=torch.float64))
+    adam = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.0, betas=betas)
+    for grad in grads:
+        weight.grad = grad
+        adam.step()
+    torch.testing.assert_close(katie, weight.detach())
+
+
+def test_uncorrelated_gradients_leave_adam_alone_too() -> None:
+    """Independent entries of any variances have no correlations: the factors come out as I."""
+    generator = torch.Generator().manual_seed(0)
+    scales = 10 ** torch.randn(6, 8, generator=generator, dtype=torch.float64)
+    weight = nn.Parameter(torch.zeros(6, 8, dtype=torch.float64))
+    settings = {"every": 2000, "betas": (0.9, 0.999), "factor_beta": 0.999, "damping": 1e-6}
+    optimizer = isokron.Katie([weight], **settings)
+    for _ in range(2000):
+        weight.grad = scales * torch.randn(6, 8, generator=generator, dtype=torch.float64)
+        optimizer.step()
+    for i, n in enumerate((6, 8)):
+        root = optimizer.state[weight][f"root.{i}.0"]
+        torch.testing.assert_close(root, torch.eye(n).double(), atol=0.1, rtol=0)
+
+
+def test_the_symmetric_operator_is_positive_definite() -> None:
+    """⟨M, Δ⟩ > 0 for every M: with β₁ = 0, the update always has a part along the gradient."""
+    weight = nn.Parameter(torch.zeros(4, 5, dtype=torch.float64))
+    settings = {**SETTINGS, "betas": (0.0, 0.95), "form": "symmetric", "every": 1, "start": 1}
+    optimizer = isokron.Katie([weight], lr=1.0, weight_decay=0.0, **settings)
+    for grad in gradients((4, 5), 40):
+        before = weight.detach().clone()
+        weight.grad = grad
+        optimizer.step()
+        assert ((before - weight.detach()) * grad).sum() > 0
+
+
+def test_variances_and_correlations_have_rates_of_their_own() -> None:
+    grads = gradients((4, 5), 9)
+    base = walk(isokron.Katie, grads, **SETTINGS)
+    assert not torch.allclose(base, walk(isokron.Katie, grads, **{**SETTINGS, "factor_beta": 0.5}))
+    assert not torch.allclose(base, walk(isokron.Katie, grads, **{**SETTINGS, "betas": (0.9, 0.5)}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"form": "parallel"}, "form must be one of"),
+        ({"statistic": "kl"}, "statistic must be one of"),
+        ({"damping": 0.0}, "damping must be above 0"),
+        ({"factor_beta": 1.0}, "factor_beta must be at least 0 and below 1"),
+    ],
+    ids=str,
+)
+def test_wrong_settings_of_katie_are_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        isokron.Katie([nn.Parameter(torch.zeros(2, 2))], **settings)

@@ -1,0 +1,224 @@
+"""Shampoo against ten naive lines in float64, and what is its own to refuse."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import isokron
+from naive import SHAPES, assert_follows, blocks, flat, gradients, power, times
+
+EVERY, START, BETAS, FACTOR_BETA, EPS = 3, 5, (0.9, 0.99), 0.9, 1e-3
+
+
+def naive_shampoo(
+    grads: list[Tensor],
+    beta: float = FACTOR_BETA,
+    exponent: float | None = None,
+    kl: bool = False,
+    graft: str | None = None,
+    unit: bool = False,
+) -> list[Tensor]:
+    shape = grads[0].shape
+    order = len(shape)
+    p = exponent or (2 if kl else 2 * order)
+    cov = [torch.zeros(n, n, dtype=torch.float64) for n in shape]
+    root = [torch.eye(n, dtype=torch.float64) for n in shape]
+    m, v, updates = torch.zeros_like(grads[0]), torch.zeros_like(grads[0]), []
+    for t, g in enumerate(grads, start=1):
+        for i in range(order):
+            x = g
+            for j in range(order):
+                x = times(x, root[j], j) if kl and j != i else x
+            scale = shape[i] / g.numel() if kl else 1
+            cov[i] = (
+                beta * cov[i] + scale * (1 - beta if beta < 1 else 1) * flat(x, i) @ flat(x, i).T
+            )
+        if t == START or (t > START and t % EVERY == 0):
+            for i in range(order):
+                hat = cov[i] / (1 - beta**t) if beta < 1 else cov[i]
+                eps = EPS * hat.diagonal().mean() if unit else EPS
+                root[i] = power(hat + eps * torch.eye(shape[i]), -1 / p)
+        m = BETAS[0] * m + (1 - BETAS[0]) * g
+        v = BETAS[1] * v + (1 - BETAS[1]) * g * g
+        mean = m / (1 - BETAS[0] ** t)
+        update = mean
+        for i in range(order):
+            update = times(update, root[i], i)
+        if graft == "adam":
+            simple = mean / ((v / (1 - BETAS[1] ** t)).sqrt() + 1e-8)
+            update = simple if t < START else update * simple.norm() / update.norm()
+        updates.append(update)
+    return updates
+
+
+SETTINGS: dict[str, Any] = {
+    "every": EVERY,
+    "start": START,
+    "betas": BETAS,
+    "factor_beta": FACTOR_BETA,
+    "damping": EPS,
+    "deficient": "lift",
+    "exponent": None,
+    "graft": None,
+}
+VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "eigen": ({"form": "eigen"}, {}),
+    "adagrad": ({"factor_beta": 1.0}, {"beta": 1.0}),
+    "half": ({"exponent": 2}, {"exponent": 2}),
+    "kl": ({"statistic": "kl"}, {"kl": True}),
+    "kl eigen": ({"statistic": "kl", "form": "eigen"}, {"kl": True}),
+    "grafted": ({"graft": "adam"}, {"graft": "adam"}),
+    "newton": ({"solver": "newton"}, {}),
+    "higher": ({"solver": "higher"}, {}),
+    "relative": ({"deficient": "relative"}, {"unit": True}),
+    "relative newton": ({"deficient": "relative", "solver": "newton"}, {"unit": True}),
+    "relative eigen": ({"deficient": "relative", "form": "eigen"}, {"unit": True}),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_shampoo_follows_the_naive_version(shape: tuple[int, ...], variant: str) -> None:
+    own, theirs = VARIANTS[variant]
+    assert_follows(
+        isokron.Shampoo,
+        lambda grads: naive_shampoo(grads, **theirs),
+        gradients(shape, 16),
+        **{**SETTINGS, **own},
+    )
+
+
+@pytest.mark.parametrize("graft_by", ["block", "parameter"])
+def test_blocks_are_preconditioned_each_by_itself(graft_by: str) -> None:
+    grads = gradients((5, 7), 14)
+    weight = nn.Parameter(torch.zeros(5, 7, dtype=torch.float64))
+    settings = {**SETTINGS, "graft": "adam", "graft_by": graft_by, "max_dim": 3}
+    optimizer = isokron.Shampoo([weight], lr=1.0, weight_decay=0.0, **settings)
+    for grad in grads:
+        weight.grad = grad
+        optimizer.step()
+    expected = torch.zeros(5, 7, dtype=torch.float64)
+    if graft_by == "block":
+        for where in blocks(expected, 3):
+            expected[where] = -sum(naive_shampoo([g[where] for g in grads], graft="adam"))
+    else:
+        plain, simple = torch.zeros(14, 5, 7).double(), torch.zeros(14, 5, 7).double()
+        for where in blocks(expected, 3):
+            part = [g[where] for g in grads]
+            plain[:, *where] = torch.stack(naive_shampoo(part))
+            m, v = torch.zeros_like(part[0]), torch.zeros_like(part[0])
+            for t, g in enumerate(part, start=1):
+                m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
+                simple[t - 1, *where] = m / (1 - 0.9**t) / ((v / (1 - 0.99**t)).sqrt() + 1e-8)
+        for t in range(14):
+            ratio = simple[t].norm() / plain[t].norm()
+            expected -= simple[t] if t + 1 < START else plain[t] * ratio
+    torch.testing.assert_close(weight.detach(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_the_pseudo_inverse_leaves_out_what_no_gradient_has_shown() -> None:
+    """Gradients of two rows out of four: the other rows are never divided by."""
+    weight = nn.Parameter(torch.zeros(4, 3, dtype=torch.float64))
+    settings = {**SETTINGS, "damping": 0.0, "deficient": "pseudo", "every": 1, "start": 1}
+    optimizer = isokron.Shampoo([weight], lr=1.0, weight_decay=0.0, **settings)
+    grads = gradients((4, 3), 8)
+    grads[:, 2:] = 0
+    for grad in grads:
+        weight.grad = grad
+        optimizer.step()
+    root = optimizer.state[weight]["root.0.0"]
+    assert torch.all(weight[2:] == 0)
+    assert weight.isfinite().all()
+    assert root[2:].abs().max() < 1e-12
+    assert root[:2, :2].abs().max() > 1e-2
+
+
+def test_an_exponent_a_dimension_and_none_where_it_is_zero() -> None:
+    grads = gradients((4, 5), 6)
+    weight = nn.Parameter(torch.zeros(4, 5, dtype=torch.float64))
+    settings = {**SETTINGS, "every": 1, "start": 1, "betas": (0.0, 0.99)}
+    optimizer = isokron.Shampoo(
+        [weight], lr=1.0, weight_decay=0.0, **{**settings, "exponent": {2: (2, 0)}}
+    )
+    cov, expected = torch.zeros(4, 4).double(), torch.zeros(4, 5).double()
+    for t, grad in enumerate(grads, start=1):
+        weight.grad = grad
+        optimizer.step()
+        cov = FACTOR_BETA * cov + (1 - FACTOR_BETA) * grad @ grad.T
+        hat = cov / (1 - FACTOR_BETA**t) + EPS * torch.eye(4)
+        expected -= power(hat, -0.5) @ grad
+    assert "cov.1.0" not in optimizer.state[weight]
+    torch.testing.assert_close(weight.detach(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_a_basis_that_still_fits_is_not_refreshed() -> None:
+    """The same gradient again and again: after the first refresh nothing is left to turn."""
+    grads = gradients((4, 5), 1).expand(12, 4, 5)
+    calls = []
+    original = isokron.optim.shampoo.eigh
+
+    def counting(matrix: Tensor) -> Any:
+        calls.append(len(matrix))
+        return original(matrix)
+
+    weight = nn.Parameter(torch.zeros(4, 5, dtype=torch.float64))
+    settings = {**SETTINGS, "form": "eigen", "every": 2, "start": 2}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(isokron.optim.shampoo, "eigh", counting)
+        tolerant = isokron.Shampoo([weight], **settings, tolerance=1e-6)
+        for grad in grads:
+            weight.grad = grad
+            tolerant.step()
+    assert sum(calls) == 2  # one a side, at the first refresh
+
+
+def test_adaptive_refresh_keeps_eigenvalues_current() -> None:
+    weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.float64))
+    settings = {**SETTINGS, "form": "eigen", "every": 1, "start": 1}
+    optimizer = isokron.Shampoo([weight], **settings, tolerance=0.5)
+    for scale in (1.0, 10.0):
+        weight.grad = scale * torch.diag(torch.arange(1.0, 5.0)).double()
+        optimizer.step()
+    state = optimizer.state[weight]
+    hat = (0.9 * 0.1 + 0.1 * 100) / (1 - 0.9**2)
+    expected = hat * torch.tensor([1.0, 4.0, 9.0, 16.0], dtype=torch.float64)
+    torch.testing.assert_close(state["values.0.0"].sort().values, expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"form": "full"}, "form must be one of"),
+        ({"statistic": "fisher"}, "statistic must be one of"),
+        ({"factor_beta": 1.5}, "factor_beta must be at least 0 and at most 1, got"),
+        ({"exponent": -1}, "exponent must be"),
+        ({"exponent": {2: (1, 2, 3)}}, "exponent must be"),
+        ({"exponent": 2.5, "solver": "newton"}, "root must be an integer"),
+        ({"solver": "svd"}, "solver must be one of"),
+        ({"deficient": "pseudo"}, "damping must be 0"),
+        ({"damping": -1.0}, "damping must be"),
+        ({"tolerance": 0.1}, "tolerance must be 0 for form='root'"),
+        ({"solver": "newton", "form": "eigen"}, "solver must be 'eigh'"),
+        ({"delay": 10}, "delay must be below 9"),
+        ({"start": 15, "delay": 5}, "delay must be below 5"),
+        ({"tolerated": -1}, "tolerated must be"),
+        ({"average": "mean"}, "average must be one of"),
+        ({"beta3": 1.0}, "beta3 must be"),
+        ({"dampening": 1.0}, "dampening must be"),
+        ({"oversize": "drop"}, "oversize must be one of"),
+    ],
+    ids=str,
+)
+def test_wrong_settings_of_shampoo_are_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        isokron.Shampoo([nn.Parameter(torch.zeros(2, 2))], **settings)
+
+
+def test_an_unknown_keyword_is_refused_with_what_was_meant() -> None:
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'factor_betas'.*factor_beta"):
+        isokron.Shampoo([nn.Parameter(torch.zeros(2, 2))], factor_betas=0.9)
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'staggr'.*'stagger'"):
+        isokron.SOAP([nn.Parameter(torch.zeros(2, 2))], staggr=True)

@@ -1,0 +1,150 @@
+"""SOAP against a naive version in float64, and a basis that converges."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import isokron
+from isokron.linalg import follow, offdiagonal
+from naive import SHAPES, assert_follows, flat, gradients, times
+
+EVERY, START, BETAS, FACTOR_BETA = 3, 6, (0.9, 0.99), 0.9
+
+
+def naive_soap(grads: list[Tensor], qr: bool = True, sides: tuple[int, ...] | None = None) -> Any:
+    """Adam in the basis; the moment is kept outside of it, the variances turn with it."""
+    shape = grads[0].shape
+    sides = tuple(range(len(shape))) if sides is None else sides
+    cov = {i: torch.zeros(shape[i], shape[i]).double() for i in sides}
+    basis = {i: torch.eye(shape[i]).double() for i in sides}
+    m, v, updates, started = torch.zeros_like(grads[0]), torch.zeros_like(grads[0]), [], False
+    for t, g in enumerate(grads, start=1):
+        for i in sides:
+            cov[i] = FACTOR_BETA * cov[i] + (1 - FACTOR_BETA) * flat(g, i) @ flat(g, i).T
+        if t == START or (t > START and t % EVERY == 0):
+            for i in sides:
+                if qr and started:
+                    order = (basis[i].T @ cov[i] @ basis[i]).diagonal().argsort(descending=True)
+                    new = torch.linalg.qr(cov[i] @ basis[i][:, order]).Q
+                else:
+                    new = torch.linalg.eigh(cov[i]).eigenvectors
+                v = times(v, (new.T @ basis[i]) ** 2, i)
+                basis[i] = new
+            started = True
+        turned = g
+        for i in sides:
+            turned = times(turned, basis[i].T, i)
+        m = BETAS[0] * m + (1 - BETAS[0]) * g
+        v = BETAS[1] * v + (1 - BETAS[1]) * turned**2
+        update = m / (1 - BETAS[0] ** t)
+        for i in sides:
+            update = times(update, basis[i].T, i)
+        update = update / ((v / (1 - BETAS[1] ** t)).sqrt() + 1e-8)
+        for i in sides:
+            update = times(update, basis[i], i)
+        updates.append(update)
+    return updates
+
+
+SETTINGS: dict[str, Any] = {
+    "every": EVERY,
+    "start": START,
+    "betas": BETAS,
+    "factor_beta": FACTOR_BETA,
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("basis", ["qr", "eigh"])
+def test_soap_follows_the_naive_version(shape: tuple[int, ...], basis: str) -> None:
+    assert_follows(
+        isokron.SOAP,
+        lambda grads: naive_soap(grads, qr=basis == "qr"),
+        gradients(shape, 20),
+        **SETTINGS,
+        basis=basis,
+    )
+
+
+@pytest.mark.parametrize(("shape", "sides"), [((3, 8), (0,)), ((8, 3), (1,)), ((8, 9), ())])
+def test_a_large_dimension_is_left_alone_by_option(
+    shape: tuple[int, ...], sides: tuple[int, ...]
+) -> None:
+    assert_follows(
+        isokron.SOAP,
+        lambda grads: naive_soap(grads, sides=sides),
+        gradients(shape, 16),
+        **SETTINGS,
+        oversize="identity",
+        max_dim=5,
+    )
+
+
+def test_the_basis_of_a_static_matrix_converges() -> None:
+    spread = torch.linspace(0, 3, 24, dtype=torch.float64)
+    turn = torch.linalg.qr(torch.randn(24, 24, dtype=torch.float64)).Q
+    matrix = turn @ torch.diag(10**-spread) @ turn.T
+    basis = torch.linalg.qr(torch.randn(24, 24, dtype=torch.float64)).Q
+    for _ in range(60):
+        basis = follow(matrix, basis)
+    assert offdiagonal(matrix, basis) < 1e-3
+    rayleigh = (basis.T @ matrix @ basis).diagonal()
+    assert torch.all(rayleigh.diff() <= 0)
+
+
+def test_soap_finds_the_basis_of_gradients_that_have_changed() -> None:
+    """The same through the optimizer in float32: another gradient, then 60 refreshes."""
+    first, then = torch.randn(8, 8), torch.randn(8, 8)
+    weight = nn.Parameter(torch.zeros(8, 8))
+    optimizer = isokron.SOAP([weight], lr=0.0, every=1, factor_beta=0.5)
+    for grad in (first, *[then] * 60):
+        weight.grad = grad
+        optimizer.step()
+    state = optimizer.state[weight]
+    for i in range(2):
+        cov = state[f"cov.{i}.0"].double()
+        cov = cov.tril() + cov.tril(-1).T
+        basis = state[f"basis.{i}.0"].double()
+        assert offdiagonal(cov, basis) < 1e-3
+        torch.testing.assert_close(basis.T @ basis, torch.eye(8).double(), atol=1e-5, rtol=0)
+
+
+def test_a_basis_within_tolerance_is_kept() -> None:
+    weight = nn.Parameter(torch.zeros(5, 6))
+    grads = gradients((5, 6), 12).float()
+    kept = isokron.SOAP([weight], every=2, tolerance=1.0)
+    for t, grad in enumerate(grads, start=1):
+        weight.grad = grad
+        kept.step()
+        if t == 2:
+            first = kept.state[weight]["basis.0.0"].clone()
+    assert torch.equal(kept.state[weight]["basis.0.0"], first)
+    assert not torch.equal(first, torch.eye(5))
+
+
+def test_variances_turn_with_the_basis_and_keep_their_sum() -> None:
+    weight = nn.Parameter(torch.zeros(5, 6, dtype=torch.float64))
+    optimizer = isokron.SOAP([weight], every=4, start=4, betas=(0.9, 0.5))
+    sums = []
+    for grad in gradients((5, 6), 4):
+        weight.grad = grad
+        optimizer.step()
+        sums.append((optimizer.state[weight]["variance.0"].sum(), grad.square().sum()))
+    torch.testing.assert_close(sums[3][0], 0.5 * sums[2][0] + 0.5 * sums[3][1])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"basis": "svd"}, "basis must be one of"),
+        ({"factor_beta": 1.0}, "factor_beta must be at least 0 and below 1"),
+        ({"max_dim": 0}, "max_dim must be"),
+        ({"every": 0}, "every must be"),
+    ],
+    ids=str,
+)
+def test_wrong_settings_of_soap_are_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        isokron.SOAP([nn.Parameter(torch.zeros(2, 2))], **settings)

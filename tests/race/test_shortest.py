@@ -1,0 +1,247 @@
+"""The shortest schedule: found by bisection, trained, resumed, and told."""
+
+import csv
+import json
+import math
+
+import pytest
+
+from isokron import race
+from isokron.race import train as training
+from isokron.race.conduct import Silent
+from isokron.race.optimizers import resolve
+from isokron.race.page import page
+from isokron.race.shortest import bisect, lengths
+from isokron.race.table import rows
+from isokron.race.verdict import verdict
+
+QUICK = "torch.optim:SGD"
+GOAL = 1.0  # what the made-up adamw ends at
+
+
+@pytest.fixture
+def made_up(monkeypatch, make_run):
+    """Training that costs nothing: SGD ends at adamw's loss from `needed` steps on.
+
+    Returns the list of (optimizer, seed, steps) trained.
+    """
+
+    def install(needed, diverging=()):
+        trained = []
+
+        def train(task, entrant, lr, seed, steps, on_step):
+            trained.append((entrant.spec, seed, steps))
+            on_step(steps, 1.0)
+            final = GOAL if entrant.spec == "adamw" else needed / steps
+            slow = {"optimizer_seconds": 0.030} if entrant.spec == QUICK else {}
+            bad = {"status": "diverged"} if (entrant.spec, seed, steps) in diverging else {}
+            return make_run(entrant.spec, lr, seed, (3.0, final), **slow, **bad)
+
+        monkeypatch.setattr(training, "train", train)
+        return trained
+
+    return install
+
+
+def shortest_of(task, steps=100, seeds=1, **more):
+    return race.run(task, [QUICK], steps=steps, seeds=seeds, lrs=[0.1], shortest=True, **more)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 7, 19, 20, 50, 150, 300, 333])
+def test_lengths_are_twentieths_that_end_at_the_race_itself(steps):
+    found = lengths(steps)
+    assert found[-1] == steps
+    assert len(found) == min(steps, 20)
+    assert all(abs(n - (i + 1) * steps / len(found)) <= 0.5 for i, n in enumerate(found))
+
+
+@pytest.mark.parametrize("needed", range(1, 21))
+def test_bisection_finds_the_first_that_reaches_in_at_most_five_probes(needed):
+    reached = {}
+    while (following := bisect(lengths(20), reached)[1]) is not None:
+        assert following not in reached
+        reached[following] = following >= needed
+    assert bisect(lengths(20), reached) == (needed, None)
+    assert len(reached) <= 5
+    assert needed == 20 or reached[needed]  # what is told was trained
+
+
+@pytest.mark.parametrize(
+    ("needed", "steps"), [(55, 55), (52, 55), (56, 60), (100, 100), (96, 100), (5, 5), (1, 5)]
+)
+def test_the_shortest_schedule_is_the_first_of_the_lengths_that_reaches(
+    task, made_up, needed, steps
+):
+    trained = made_up(needed)
+    result = shortest_of(task)
+    found = result.standings[1].shortest
+    assert (found.steps, found.share) == (steps, steps / 100)
+    assert found.final == pytest.approx(needed / steps)
+    assert (QUICK, 0, steps) in trained
+    assert len(result.runs) == 2
+    assert [run.schedule for run in result.probes] == [n for _, _, n in trained[2:]]
+
+
+def test_time_is_that_of_the_same_steps_in_the_race(task, made_up):
+    made_up(50)
+    adamw, quick = shortest_of(task).standings
+    assert adamw.shortest is None
+    assert quick.shortest.seconds == pytest.approx(50 * 0.040)
+    assert quick.shortest.time_share == pytest.approx(50 * 0.040 / (100 * 0.012))
+
+
+def test_what_never_reaches_adamws_loss_is_not_looked_for(task, made_up):
+    trained = made_up(101)
+    result = shortest_of(task)
+    assert len(trained) == 2
+    assert result.standings[1].shortest is None
+    assert rows(result)[1][6:8] == ["not reached", "not reached"]
+    assert verdict(result) == "adamw ends lowest, at 1.0000 squared error; no optimizer reaches " \
+        "AdamW's final loss on a shorter schedule."  # fmt: skip
+
+
+def test_adamw_alone_has_nothing_to_look_for(task, made_up):
+    trained = made_up(1)
+    result = race.run(task, ["adamw"], steps=100, seeds=1, lrs=[0.1], shortest=True)
+    assert trained == [("adamw", 0, 100)]
+    assert rows(result)[0][6:8] == ["100 steps", "1.20 s"]
+
+
+def test_without_the_option_nothing_is_looked_for(task, made_up):
+    trained = made_up(1)
+    result = race.run(task, [QUICK], steps=100, seeds=1, lrs=[0.1])
+    assert len(trained) == 2
+    assert result.standings[1].shortest is None
+    assert len(rows(result)[0]) == 9
+
+
+def test_all_seeds_are_trained_and_one_that_diverges_is_a_miss(task, made_up):
+    trained = made_up(10, diverging=[(QUICK, 1, 50)])
+    result = shortest_of(task, seeds=3)
+    assert result.standings[1].shortest.steps == 55
+    assert sorted(job for job in trained if job[2] == 50) == [(QUICK, s, 50) for s in range(3)]
+    assert "diverged" in page(result).partition("Diverged and failed runs")[2]
+
+
+def test_optimizers_take_turns_in_their_searches(task, made_up):
+    trained = made_up(30)
+    other = "torch.optim:Adam"
+    race.run(task, [QUICK, other], steps=100, seeds=2, lrs=[0.1], shortest=True)
+    names = [name for name, _, steps in trained if steps < 100]
+    assert names == [QUICK, other] * (len(names) // 2)
+
+
+def test_results_are_told_in_table_page_csv_and_json(task, made_up, tmp_path):
+    made_up(50)
+    result = shortest_of(task, seeds=2, out=tmp_path)
+    assert rows(result)[1][6:8] == ["50 steps (0.50×)", "2.00 s (1.67×)"]
+    assert "on a schedule of 50 steps, 0.50× AdamW's, in 1.67× its time" in verdict(result)
+    html = (tmp_path / "index.html").read_text()
+    assert "<td>50 steps (0.50×)</td>" in html
+    assert "<td>45 steps</td><td>1.1111</td><td>not reached</td>" in html
+    found = json.loads((tmp_path / "race.json").read_text())
+    assert found["standings"][1]["shortest"]["steps"] == 50
+    assert len(found["runs"]) == 4
+    assert {run["schedule"] for run in found["probes"]} >= {45, 50}
+    with (tmp_path / "race.csv").open() as file:
+        lengths_of_rows = [int(row["schedule_steps"]) for row in csv.DictReader(file)]
+    assert lengths_of_rows.count(100) == 4
+    assert lengths_of_rows.count(50) == lengths_of_rows.count(45) == 2
+
+
+def real(task, out, **more):
+    """Muon against an adamw that hardly moves."""
+    values = {"steps": 12, "seeds": 2, "lrs": {"adamw": [1e-3], "muon": [0.1]}, "out": out}
+    return race.run(task, ["muon"], **(values | {"shortest": True} | more))
+
+
+def outcome(result):
+    found = result.standings[1].shortest
+    finals = {(run.schedule, run.seed): run.final for run in result.probes}
+    return found.steps, found.share, found.final, finals
+
+
+def test_a_probe_is_a_run_on_a_schedule_of_its_own_length(task):
+    result = real(task, None)
+    found = result.standings[1].shortest
+    assert 1 <= found.steps < 12
+    for run in result.probes:
+        alone = training.train(task, resolve("muon"), 0.1, run.seed, run.schedule)
+        assert run.eval_steps[-1] == len(run.train_losses) == run.schedule
+        assert run.train_losses == alone.train_losses
+    at_end = [run.final for run in result.probes if run.schedule == found.steps]
+    assert found.final == pytest.approx(math.fsum(at_end) / 2)
+    assert found.final <= result.standings[0].final
+
+
+class StopsIn(Silent):
+    """Ctrl-C in the n-th run of a shorter schedule."""
+
+    def __init__(self, n):
+        self.left = n
+
+    def started(self, optimizer, lr, seed, steps):
+        self.left -= steps < 12
+
+    def stepped(self, step, loss):
+        if self.left <= 0:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_a_search_that_was_stopped_is_resumed_to_the_same_result(task, tmp_path, n):
+    whole = real(task, tmp_path / "whole")
+    with pytest.raises(race.Interrupted) as caught:
+        real(task, tmp_path / "stopped", watch=StopsIn(n))
+    assert len(caught.value.result.probes) == n - 1
+    assert caught.value.result.standings[1].shortest is None
+    assert rows(caught.value.result)[1][6] == "not finished"
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "stopped" / "runs").iterdir()}
+    resumed = real(task, tmp_path / "stopped", resume=True)
+    assert outcome(resumed) == outcome(whole)
+    assert {p: p.stat().st_mtime_ns for p in before} == before
+    names = [{p.name for p in (tmp_path / f / "runs").iterdir()} for f in ("whole", "stopped")]
+    assert names[0] == names[1]
+
+
+def test_a_race_run_without_it_can_be_resumed_with_it_and_back(task, tmp_path):
+    plain = real(task, tmp_path, shortest=False)
+    assert plain.probes == ()
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "runs").iterdir()}
+    added = real(task, tmp_path, resume=True)
+    assert {p: p.stat().st_mtime_ns for p in before} == before
+    assert outcome(added) == outcome(real(task, None))
+    assert outcome(real(task, tmp_path, shortest=False, resume=True)) == outcome(added)
+
+
+def test_runs_written_before_schedules_were_recorded_are_the_races_own(task, tmp_path):
+    real(task, tmp_path, shortest=False)
+    for path in (tmp_path / "runs").iterdir():
+        run = json.loads(path.read_text())
+        del run["schedule"]
+        path.write_text(json.dumps(run))
+    result = real(task, tmp_path, resume=True)
+    assert len(result.runs) == 4
+    assert result.standings[1].shortest is not None
+
+
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_a_probe_that_fails_ends_the_search_and_is_tried_again(task, tmp_path, monkeypatch, seeds):
+    whole = training.train
+
+    def fails_when_short(task, entrant, lr, seed, steps, on_step):
+        if steps == 4:
+            entrant = resolve("toy:Raises")
+        run = whole(task, entrant, lr, seed, steps, on_step)
+        return training.Run(**(vars(run) | {"optimizer": "muon"})) if steps == 4 else run
+
+    monkeypatch.setattr(training, "train", fails_when_short)
+    monkeypatch.setattr("isokron.race.shortest.lengths", lambda steps: [4, 12])
+    failed = real(task, tmp_path, seeds=seeds)
+    assert failed.standings[1].shortest is None
+    assert [run.status for run in failed.probes] == ["failed"]
+    assert rows(failed)[1][6] == "failed"
+    assert "muon failed in 4 steps: RuntimeError" in page(failed)
+    monkeypatch.setattr(training, "train", whole)
+    repaired = real(task, tmp_path, seeds=seeds, resume=True)
+    assert repaired.standings[1].shortest is not None
