@@ -15,7 +15,7 @@ torch.set_num_threads(2)
 torch.manual_seed(0)
 half = torch.randn(5, 200, 220)
 batch = half @ half.mT
-print(threads.worthwhile(batch))
+print(threads.singly(batch))
 values, vectors = eigh(batch)
 torch.testing.assert_close(vectors * values.unsqueeze(-2) @ vectors.mT, batch, rtol=1e-3, atol=1e-2)
 again = eigh(batch)
@@ -36,26 +36,26 @@ def test_a_batch_on_two_cores_is_decomposed_right_and_the_same_every_time() -> N
     """In a process of its own: the tests of this one run on a single core."""
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    if threads._limits() is not None:
-        assert done.stdout.split() == ["True"]
+    assert done.stdout.split() == ["True"]
 
 
-def test_small_matrices_single_cores_and_torch_without_mkl_go_one_by_one(
-    monkeypatch: pytest.MonkeyPatch,
+def test_matrices_take_turns_of_their_own_only_on_the_cpu_and_when_large() -> None:
+    assert threads.singly(torch.zeros(3, 200, 200))
+    assert not threads.singly(torch.zeros(200, 200))
+    assert not threads.singly(torch.zeros(3, 8, 8))
+    assert not threads.singly(torch.zeros(3, 200, 200, device="meta"))
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_each_keeps_the_order_with_and_without_threads(
+    cores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batch = torch.randn(3, 200, 200)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(threads, "_limits", lambda: (lambda cores: None,))
-    assert threads.worthwhile(batch)
-    assert not threads.worthwhile(batch[:1])
-    assert not threads.worthwhile(batch[0])
-    assert not threads.worthwhile(torch.randn(3, 8, 8))
-    monkeypatch.setattr(threads, "_limits", lambda: None)
-    assert not threads.worthwhile(batch)
-    assert len(threads.each(torch.trace, batch)) == 3
-    monkeypatch.setattr(threads, "_limits", lambda: (lambda cores: None,))
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    assert not threads.worthwhile(batch)
+    batch = torch.arange(6.0).view(6, 1, 1).expand(6, 4, 4)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: cores)
+    sums = threads.each(lambda a, b: float((a + b).sum()), batch, batch)
+    assert sums == [32.0 * i for i in range(6)]
+    monkeypatch.setattr(threads, "_limits", tuple)
+    assert threads.each(torch.trace, batch)[5] == 20
 
 
 def test_an_error_in_a_thread_is_the_callers() -> None:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from isokron.linalg.eigen import eigh
-from isokron.linalg.threads import each, worthwhile
+from isokron.linalg.threads import each, singly
 
 
 def eigenbasis(matrix: Tensor) -> Tensor:
@@ -18,18 +18,19 @@ def follow(matrix: Tensor, basis: Tensor) -> Tensor:
     In that order every column is freed of the larger ones and the iteration converges to the
     eigenvectors; in ascending order it does not (SOAP: 2409.11321).
     """
+    if singly(matrix):
+        return torch.stack(each(_follow, matrix, basis))
+    return _follow(matrix, basis)
+
+
+def _follow(matrix: Tensor, basis: Tensor) -> Tensor:
     peak = matrix.diagonal(dim1=-2, dim2=-1).amax(-1)[..., None, None]
     known = peak > 0  # a matrix of zeros says nothing about its eigenvectors
-    image = (matrix / torch.where(known, peak, 1.0)) @ basis
+    image = (matrix @ basis).div_(torch.where(known, peak, 1.0))
     order = (basis * image).sum(-2, keepdim=True).argsort(dim=-1, descending=True, stable=True)
-    return torch.where(known, _orthogonalized(image.take_along_dim(order, -1)), basis)
-
-
-def _orthogonalized(x: Tensor) -> Tensor:
-    """Q of x = QR. [..., n, n]"""
-    if worthwhile(x):
-        return torch.stack(each(lambda matrix: torch.linalg.qr(matrix).Q, x))
-    return torch.linalg.qr(x).Q
+    reflections = torch.geqrf(image.take_along_dim(order, -1))
+    turned = torch.linalg.householder_product(*reflections)
+    return torch.where(known, turned, basis)
 
 
 def offdiagonal(matrix: Tensor, basis: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
-from isokron.linalg.threads import each, worthwhile
+from isokron.linalg.threads import each, singly
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ def power_of_two(peak: Tensor) -> Tensor:
 
 def _decompose(scaled: Tensor) -> tuple[Tensor, Tensor]:
     try:
-        if worthwhile(scaled):
+        if singly(scaled):
             pairs = each(lambda matrix: torch.linalg.eigh(matrix, UPLO="L"), scaled)
             return torch.stack([v for v, _ in pairs]), torch.stack([q for _, q in pairs])
         values, vectors = torch.linalg.eigh(scaled, UPLO="L")

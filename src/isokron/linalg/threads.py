@@ -17,27 +17,23 @@ from torch import Tensor
 
 T = TypeVar("T")
 
-# below, starting a thread costs more than it saves; above, one matrix keeps all cores busy
-SMALLEST, LARGEST = 192, 1536
+# Matrices of so many rows are worth a turn each: smaller ones are quicker as one batch.
+LARGE = 192
+# Beyond, one matrix keeps all cores busy.
+HUGE = 1536
 
 
-def each(function: Callable[[Tensor], T], batch: Tensor) -> list[T]:
-    """function(matrix) of every matrix of the batch, in its order. [B, n, n]"""
-    matrices = batch.unbind()
-    pool = _pool(torch.get_num_threads()) if worthwhile(batch) else None
-    return list(pool.map(function, matrices) if pool else map(function, matrices))
+def singly(batch: Tensor) -> bool:
+    """Whether to take the matrices of a batch one by one, by `each`. [B, n, n]"""
+    return batch.device.type == "cpu" and batch.ndim == 3 and batch.size(-1) >= LARGE
 
 
-def worthwhile(batch: Tensor) -> bool:
-    """Whether several matrices at a time are faster than one after the other."""
-    return (
-        batch.device.type == "cpu"
-        and batch.ndim == 3
-        and len(batch) > 1
-        and SMALLEST <= batch.size(-1) <= LARGEST
-        and torch.get_num_threads() > 1
-        and _limits() is not None
-    )
+def each(function: Callable[..., T], *batches: Tensor) -> list[T]:
+    """function(matrix, …) of the matrices of all batches, in their order. [B, n, n]"""
+    cores = torch.get_num_threads()
+    spread = len(batches[0]) > 1 and batches[0].size(-1) <= HUGE and cores > 1 and _limits()
+    mapped = _pool(cores).map if spread else map
+    return list(mapped(function, *[batch.unbind() for batch in batches]))
 
 
 @functools.cache
@@ -52,18 +48,17 @@ def compute_alone() -> None:
     OpenMP lets all of them sleep between loops, those of the training step too.
     """
     torch.get_num_threads()  # makes torch set the thread up now, and not over what follows
-    limits = _limits()
-    for limit in limits or ():
+    for limit in _limits():
         limit(1)
 
 
 @functools.cache
-def _limits() -> tuple[Callable[[int], object], ...] | None:
-    """OpenMP's and MKL's number of cores for the calling thread; None where torch has no MKL."""
+def _limits() -> tuple[Callable[[int], object], ...]:
+    """What sets OpenMP's and MKL's number of cores for the calling thread; () without MKL."""
     libraries = Path(torch.__file__).parent / "lib"
     try:
         openmp = ctypes.CDLL(str(next(libraries.glob("libgomp*"))))
         torch_cpu = ctypes.CDLL(str(next(libraries.glob("*torch_cpu.*"))))
         return openmp.omp_set_num_threads, torch_cpu.MKL_Set_Num_Threads_Local
     except (StopIteration, OSError, AttributeError):
-        return None
+        return ()

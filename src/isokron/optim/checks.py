@@ -9,7 +9,32 @@ from torch import Tensor
 from isokron.optim.groups import param_name
 
 
-def check_gradients(optimizer: str, group: Mapping[str, Any]) -> None:
+def check_gradients(
+    optimizer: str, groups: Sequence[Mapping[str, Any]], squares: bool
+) -> str | None:
+    """Raise for gradients no step could use, or say why to skip this one; None: step.
+
+    `squares`: gradients that overflow when squared are as bad as infinite ones.
+    """
+    for group in groups:
+        _check_kinds(optimizer, group)
+    for mode in ("raise", "skip"):
+        asking = [group for group in groups if group["nonfinite"] == mode]
+        grads = [p.grad for group in asking for p in group["params"] if p.grad is not None]
+        if not grads or _surely_finite(grads, squares):
+            continue
+        wrong = _what_is_wrong(asking, squares)
+        if wrong and mode == "raise":
+            raise FloatingPointError(
+                f"{optimizer}: {wrong}; nothing was changed. Clip or unscale gradients before the "
+                'step, or pass nonfinite="skip"'
+            )
+        if wrong:
+            return wrong
+    return None
+
+
+def _check_kinds(optimizer: str, group: Mapping[str, Any]) -> None:
     """Refuse sparse and complex gradients."""
     for i, param in enumerate(group["params"]):
         grad = param.grad
@@ -26,7 +51,7 @@ def check_gradients(optimizer: str, group: Mapping[str, Any]) -> None:
             )
 
 
-def surely_finite(grads: Sequence[Tensor], squares: bool = False) -> bool:
+def _surely_finite(grads: Sequence[Tensor], squares: bool = False) -> bool:
     """True only if every element is finite, waiting once a device and not once a tensor.
 
     By sums, which no NaN or infinity leaves finite and which read memory at its full speed; a sum
@@ -49,7 +74,7 @@ def _wide(grad: Tensor) -> torch.dtype:
     return torch.promote_types(grad.dtype, torch.float32)
 
 
-def wrong_gradients(groups: Sequence[Mapping[str, Any]], squares: bool) -> str:
+def _what_is_wrong(groups: Sequence[Mapping[str, Any]], squares: bool) -> str:
     """What is wrong with the gradients, by name; asked only where a sum was not finite."""
     nonfinite, huge = [], []
     for group in groups:

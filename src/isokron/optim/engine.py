@@ -8,50 +8,34 @@ moment, grafting, weight decay, cadence, averages, checks and checkpoints are th
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from isokron.optim import checkpoint
-from isokron.optim.blocks import Batch, Row, is_matrix
-from isokron.optim.cadence import due, landing, unready
-from isokron.optim.checks import check_gradients, surely_finite, wrong_gradients
-from isokron.optim.grafting import graft, graft_direction, rescale_
+from isokron.optim.blocks import Batch, is_matrix
+from isokron.optim.cadence import unready
+from isokron.optim.checks import check_gradients
+from isokron.optim.grafting import graft, graft_direction
 from isokron.optim.groups import (
     check_group,
     check_param,
     check_settings,
     check_spelling,
-    decay_rate,
-    learning_rate,
     note_peak_,
     param_name,
 )
-from isokron.optim.moments import filtered_, first_moment_, heavy_ball_
+from isokron.optim.moments import filtered_, first_moment_
 from isokron.optim.plan import Plan, Shown, build_plan
-from isokron.optim.refreshing import Worker, settled
+from isokron.optim.refreshing import Refresher, wait
 from isokron.optim.settings import SHARED
 from isokron.optim.spectral import spectral_direction
+from isokron.optim.writing import Copies, Update, graft_by_parameter_, write_back
 
 logger = logging.getLogger(__name__)
 
-# (parameter, number of its part) → the part, and its copy in an order that blocks can be cut from
-Copies = dict[tuple[Tensor, int], tuple[Tensor, Tensor]]
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
-
-
-@dataclass
-class Stepping:
-    """What is known of a batch in the middle of a step; `at`: its rows that step, None for all."""
-
-    batch: Batch
-    at: Tensor | None
-    rows: list[Row]
-    state: dict[str, Tensor]
-    update: Tensor
-    simple: Tensor | None  # the grafted method's direction
 
 
 class Preconditioned(torch.optim.Optimizer):
@@ -81,9 +65,8 @@ class Preconditioned(torch.optim.Optimizer):
         check_settings(type(self), settings)
         self._plans: list[Plan] = []
         self._shown: Shown | None = None
-        self._worker: Worker | None = None
+        self._refresher = Refresher()
         self.skipped_steps = 0
-        self.failed_refreshes = 0
         super().__init__(params, {**SHARED, "lr": lr, **settings})
 
     # What an optimizer is made of. `grad` and `moment`: [B, ...], read-only.
@@ -161,7 +144,10 @@ class Preconditioned(torch.optim.Optimizer):
                 f"{type(self).__name__}: parameters are averages for evaluation; call "
                 "optimizer.train() before the forward pass of a step"
             )
-        if not self._gradients_fit():
+        unfit = check_gradients(type(self).__name__, self.param_groups, self.squares)
+        if unfit:
+            self.skipped_steps += 1
+            logger.warning("skipped a step: %s", unfit)
             return loss
         for group, plan in zip(self.param_groups, self._current_plans(), strict=True):
             note_peak_(group)
@@ -219,14 +205,13 @@ class Preconditioned(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._join()
-        counts = ("skipped_steps", "failed_refreshes")
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in counts}}
+        return {**super().__getstate__(), "skipped_steps": self.skipped_steps}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Called by unpickling, by copying and by torch's load_state_dict."""
         super().__setstate__(state)
         self.defaults.pop("differentiable", None)  # torch adds it; no group here has a use for it
-        self._plans, self._shown, self._worker = [], None, None
+        self._plans, self._shown, self._refresher = [], None, Refresher()
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
@@ -236,32 +221,11 @@ class Preconditioned(torch.optim.Optimizer):
 
     # One step, piece by piece.
 
-    def _gradients_fit(self) -> bool:
-        """Whether to step at all; raises before any state has changed."""
-        for group in self.param_groups:
-            check_gradients(type(self).__name__, group)
-        for mode in ("raise", "skip"):
-            groups = [group for group in self.param_groups if group["nonfinite"] == mode]
-            grads = [p.grad for group in groups for p in group["params"] if p.grad is not None]
-            if not grads or surely_finite(grads, self.squares):
-                continue
-            wrong = wrong_gradients(groups, self.squares)
-            if not wrong:
-                continue
-            if mode == "raise":
-                raise FloatingPointError(
-                    f"{type(self).__name__}: {wrong}; nothing was changed. Clip or unscale "
-                    'gradients before the step, or pass nonfinite="skip"'
-                )
-            self.skipped_steps += 1
-            logger.warning("skipped a step: %s", wrong)
-            return False
-        return True
-
     def _current_plans(self, loading: bool = False) -> list[Plan]:
         """One plan a group, made anew where the group, its settings or its state were changed."""
         del self._plans[len(self.param_groups) :]
         if self._shown is not None and not self._shown.still(self.state):
+            self._join()
             self._plans = []
         for i, group in enumerate(self.param_groups):
             if i < len(self._plans) and self._plans[i].holds(group):
@@ -285,11 +249,14 @@ class Preconditioned(torch.optim.Optimizer):
         self.state.update(plan.entries())
         self._shown = Shown(self.state)
 
+    @property
+    def failed_refreshes(self) -> int:
+        """How many refreshes have failed and left their blocks the operators they had."""
+        return self._refresher.failed
+
     def _join(self) -> None:
         """Wait for every refresh that has begun, so that `optimizer.state` is whole."""
-        for batch in (batch for plan in self._plans for batch in plan.batches):
-            for job in batch.jobs.values():
-                job.result()
+        wait([batch for plan in self._plans for batch in plan.batches])
 
     def _full_state(self, batch: Batch, group: Mapping[str, Any]) -> dict[str, Tensor]:
         state = {}
@@ -308,26 +275,21 @@ class Preconditioned(torch.optim.Optimizer):
 
     def _step_blocks(self, plan: Plan, group: Mapping[str, Any]) -> None:
         copies: Copies = {}
-        held: list[Stepping] = []
+        together = group["graft"] and group["graft_by"] == "parameter"
+        held: list[Update] = []
         for batch in plan.batches:
-            stepping = self._step_batch(batch, group)
-            if stepping is None:
-                continue
-            if group["graft"] and group["graft_by"] == "parameter":
-                held.append(stepping)
-            else:
-                self._write(stepping, group, copies)
+            update = self._update(batch, group)
+            if update is not None and together:
+                held.append(update)
+            elif update is not None:
+                update.write_(group, copies)
         if held:
-            number = {param: i for i, param in enumerate(plan.params)}
-            owners = [torch.tensor([number[row.param] for row in one.rows]) for one in held]
-            simple = [one.simple for one in held if one.simple is not None]
-            rescale_([one.update for one in held], simple, owners)
-        for stepping in held:
-            self._write(stepping, group, copies)
-        for part, copy in copies.values():
-            part.copy_(copy.view(part.shape))
+            graft_by_parameter_(held, plan.params)
+        for update in held:
+            update.write_(group, copies)
+        write_back(copies)
 
-    def _step_batch(self, batch: Batch, group: Mapping[str, Any]) -> Stepping | None:
+    def _update(self, batch: Batch, group: Mapping[str, Any]) -> Update | None:
         """Observe, refresh what is due, and find the update. [B, ...]"""
         present = batch.present()
         if not present:
@@ -348,25 +310,25 @@ class Preconditioned(torch.optim.Optimizer):
             grad = grad.add(weights, alpha=group["weight_decay"])
         if group["route"] == "spectral":
             moment = self._moment(grad, state, group)
-            update = spectral_direction(moment)
+            direction = spectral_direction(moment)
         else:
             self.observe(grad, state, group)
             moment = self._moment(grad, state, group)
-            self._refresh(batch, present, state, group)
-            update = self.direction(grad if self.keeps_moment else moment, state, group)
+            self._refresher.run(self, batch, present, state, group)
+            direction = self.direction(grad if self.keeps_moment else moment, state, group)
         simple = None
         if group["graft"]:
             simple = graft_direction(grad, moment, state, group)
             if group["graft_by"] == "block":
-                update = graft(update, simple)
+                direction = graft(direction, simple)
             if group["route"] != "spectral":
                 # until its first refresh the method knows nothing: the grafted one steps alone
                 turns = [(int(batch.step[row]), batch.phase[row]) for row in present]
                 early = [unready(*turn, group) for turn in turns]
                 if any(early):
                     alone = torch.tensor(early, device=grad.device).view_as(state["step"])
-                    update = torch.where(alone, simple, update)
-        return Stepping(batch, at, rows, state, update, simple)
+                    direction = torch.where(alone, simple, direction)
+        return Update(batch, at, rows, state, direction, simple)
 
     def _moment(self, grad: Tensor, state: dict[str, Tensor], group: Mapping[str, Any]) -> Tensor:
         """The first moment as the method or the grafted one wants it; `grad` where none is kept."""
@@ -378,91 +340,3 @@ class Preconditioned(torch.optim.Optimizer):
         counted = state["step"] if self.debias or group["graft"] else None
         ahead = group["nesterov"] and not self.heavy_ball
         return first_moment_(state["momentum"], grad, beta, ahead, counted)
-
-    def _refresh(
-        self, batch: Batch, present: list[int], state: dict[str, Tensor], group: Mapping[str, Any]
-    ) -> None:
-        """Refresh the rows that are due now, or begin to and install what was begun earlier."""
-        if not self.operator:
-            return
-        turns = [(i, int(batch.step[row]), batch.phase[row]) for i, row in enumerate(present)]
-        if group["delay"]:
-            ready = [i for i, step, phase in turns if landing(step, phase, group)]
-            if ready:
-                fresh, failed = Worker.end(batch, [present[i] for i in ready])
-                self._install(batch, present, ready, fresh, failed, state, group)
-        now = [i for i, step, phase in turns if due(step, phase, group)]
-        if not now:
-            return
-        some = state if len(now) == len(present) else {k: v[now] for k, v in state.items()}
-        if group["delay"]:
-            settings = dict(group)
-            self._worker = self._worker or Worker()
-            self._worker.begin(
-                batch, [present[i] for i in now], some, lambda s: self.refresh(s, settings)
-            )
-            return
-        fresh, failed = settled(lambda s: self.refresh(s, group), some)
-        self._install(batch, present, now, fresh, failed, state, group)
-
-    def _install(
-        self,
-        batch: Batch,
-        present: list[int],
-        at: list[int],
-        fresh: dict[str, Tensor],
-        failed: list[bool],
-        state: dict[str, Tensor],
-        group: Mapping[str, Any],
-    ) -> None:
-        """Install new operators of the rows present[at], and count those that failed."""
-        for i, bad in zip(at, failed, strict=True):
-            row = present[i]
-            batch.failures[row] = batch.failures[row] + 1 if bad else 0
-            if bad:
-                self._note_failure(batch.rows[row], batch.failures[row], group)
-        if len(at) == len(present):
-            self.install(fresh, state, group)
-            return
-        some = {key: value[at] for key, value in state.items()}
-        self.install(fresh, some, group)
-        for key, value in state.items():
-            value[at] = some[key]
-
-    def _note_failure(self, row: Row, times: int, group: Mapping[str, Any]) -> None:
-        index = next(i for i, param in enumerate(group["params"]) if param is row.param)
-        name = f"parameter {param_name(group, index)} (block {row.number})"
-        self.failed_refreshes += 1
-        logger.warning("refresh of %s failed, it keeps the operator it has", name)
-        if times > group["tolerated"]:
-            raise FloatingPointError(
-                f"{type(self).__name__}: more than tolerated={group['tolerated']} refreshes in a "
-                f"row failed for {name}; raise `damping` or `eps`, lower the learning rate, or "
-                "give the parameter a group with route='adamw'"
-            )
-
-    def _write(self, stepping: Stepping, group: Mapping[str, Any], copies: Copies) -> None:
-        """W ← W(1 − lr·λ) − lr·P, and the state back to where it lives."""
-        update = stepping.update
-        if "velocity" in stepping.state:
-            update = heavy_ball_(stepping.state["velocity"], update, group)
-        stepping.batch.put_(stepping.state, stepping.at)
-        blocks = [_writable(row, copies) for row in stepping.rows]
-        lr, rate = learning_rate(group), decay_rate(group)
-        if rate:
-            torch._foreach_mul_(blocks, 1 - lr * rate)
-        if isinstance(lr, Tensor):
-            update, lr = update * lr, 1.0
-        torch._foreach_sub_(blocks, update.unbind(), alpha=lr)
-
-
-def _writable(row: Row, copies: Copies) -> Tensor:
-    """The row's block as a view to write into: of the parameter, or of a copy kept for the step."""
-    block = row.block
-    try:
-        return block.view(row.param)
-    except RuntimeError:  # strides that do not merge, such as channels_last
-        part = row.param[block.index]
-        key = (row.param, block.part)
-        _, copy = copies.setdefault(key, (part, part.reshape(block.merged)))
-        return copy[block.cut]

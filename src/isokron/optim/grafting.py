@@ -39,16 +39,15 @@ def rescale_(updates: Sequence[Tensor], simple: Sequence[Tensor], owner: Sequenc
 
     updates, simple: one [B, ...] a batch; owner: one [B] a batch, which parameter a row is of.
     """
-    device = updates[0].device
-    owners = torch.cat(list(owner)).to(device)
+    owners = torch.cat(list(owner))
     squares = []
     for tensors in (updates, simple):
-        norms = torch.cat([torch.linalg.vector_norm(t.flatten(1), dim=1) for t in tensors])
-        total = torch.zeros(int(owners.max()) + 1, dtype=torch.float64, device=device)
+        norms = torch.cat([torch.linalg.vector_norm(t.flatten(1), dim=1).cpu() for t in tensors])
+        total = torch.zeros(int(owners.max()) + 1, dtype=torch.float64)
         squares.append(total.index_add_(0, owners, norms.double() ** 2))
     ratio = (squares[1].sqrt() / (squares[0].sqrt() + TINY))[owners]
     for update, part in zip(updates, ratio.split([len(t) for t in updates]), strict=True):
-        update.mul_(part.to(update.dtype).view(-1, *[1] * (update.ndim - 1)))
+        update.mul_(part.to(update).view(-1, *[1] * (update.ndim - 1)))
 
 
 def graft(direction: Tensor, length_of: Tensor) -> Tensor:

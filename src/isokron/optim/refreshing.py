@@ -4,50 +4,83 @@ A refresh never changes an operator that works into one that does not: rows for 
 non-finite keep the operator they have, and are counted.
 """
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from isokron.linalg.threads import compute_alone
-from isokron.optim.blocks import Batch
+from isokron.optim.blocks import Batch, Row
+from isokron.optim.cadence import due, landing
+from isokron.optim.groups import param_name
+
+logger = logging.getLogger(__name__)
 
 State = dict[str, Tensor]
-Refresh = Callable[[State], State]
+Group = Mapping[str, Any]
 
 
-def settled(refresh: Refresh, state: State) -> tuple[State, list[bool]]:
-    """A new operator of every row, or where it failed the one it had; and which have failed."""
-    fresh = refresh(state)
-    sums = [value.flatten(1).sum(1, dtype=torch.float64) for value in fresh.values()]
-    if not sums:
-        return fresh, [False] * len(state["step"])
-    failed = ~torch.stack(sums).isfinite().all(0)
-    if bool(failed.any()):
-        for key, value in fresh.items():
-            rows = failed.view(-1, *[1] * (value.ndim - 1))
-            fresh[key] = torch.where(rows, state[key].to(value.dtype), value)
-    return fresh, failed.tolist()
+class Refreshing(Protocol):
+    """What an optimizer says of its operators."""
+
+    operator: ClassVar[tuple[str, ...]]
+
+    def refresh(self, state: State, group: Group) -> State: ...
+    def install(self, fresh: State, state: State, group: Group) -> None: ...
 
 
-class Worker:
-    """One thread at a time that refreshes beside the training steps, in the order of asking.
+class Refresher:
+    """Refreshes the rows that are due, and keeps count of those that could not be.
 
-    What a refresh starts from is copied when it begins, and its result counts a fixed number of
-    steps later: how fast the thread is changes when a step has to wait, and no number.
+    A refresh that may take its time (`delay`) starts from a copy of what there is when it begins,
+    and counts a fixed number of steps later: how fast the thread is decides whether a step has to
+    wait, and no number.
     """
 
     def __init__(self) -> None:
-        self.pool = ThreadPoolExecutor(1, "isokron-refresh", initializer=compute_alone)
+        self.failed = 0
+        self.pool: ThreadPoolExecutor | None = None
 
-    def begin(self, batch: Batch, rows: Sequence[int], state: State, refresh: Refresh) -> None:
-        """Start on these rows of the batch, whose state this is; `batch.coming` gets the result."""
-        at = torch.tensor(rows, device=batch.device)
+    def run(
+        self, method: Refreshing, batch: Batch, present: list[int], state: State, group: Group
+    ) -> None:
+        """Refresh or begin to, and install what was begun earlier. state: of the rows present."""
+        if not method.operator:
+            return
+        turns = [(i, int(batch.step[row]), batch.phase[row]) for i, row in enumerate(present)]
+        if group["delay"]:
+            ready = [i for i, step, phase in turns if landing(step, phase, group)]
+            if ready:
+                self._install(
+                    method, batch, present, ready, state, group, *_end(batch, present, ready)
+                )
+        now = [i for i, step, phase in turns if due(step, phase, group)]
+        if not now:
+            return
+        some = state if len(now) == len(present) else {k: v[now] for k, v in state.items()}
+        if group["delay"]:
+            self._begin(method, batch, [present[i] for i in now], some, dict(group))
+        else:
+            fresh, failed = _settled(method, some, group)
+            self._install(method, batch, present, now, state, group, fresh, failed)
+
+    def _begin(
+        self, method: Refreshing, batch: Batch, rows: list[int], state: State, group: Group
+    ) -> None:
+        """Start on these rows, whose state this is; `batch.coming` gets the result."""
         copied = {key: value.clone() for key, value in state.items()}
         begun = None if batch.device.type == "cpu" else torch.Event(batch.device)
         if begun is not None:
             begun.record()
+
+        def finish() -> dict[int, bool]:
+            fresh, failed = _settled(method, copied, group)
+            for key, value in fresh.items():
+                batch.coming[key][rows] = value.to(batch.coming[key].dtype)
+            return dict(zip(rows, failed, strict=True))
 
         @torch.no_grad()
         def work() -> dict[int, bool]:
@@ -60,19 +93,74 @@ class Worker:
             stream.synchronize()
             return failed
 
-        def finish() -> dict[int, bool]:
-            fresh, failed = settled(refresh, copied)
-            for key, value in fresh.items():
-                batch.coming[key][at] = value.to(batch.coming[key].dtype)
-            return dict(zip(rows, failed, strict=True))
+        if self.pool is None:
+            self.pool = ThreadPoolExecutor(1, "isokron-refresh", initializer=compute_alone)
+        batch.jobs.update(dict.fromkeys(rows, self.pool.submit(work)))
 
-        job = self.pool.submit(work)
-        batch.jobs.update(dict.fromkeys(rows, job))
+    def _install(
+        self,
+        method: Refreshing,
+        batch: Batch,
+        present: list[int],
+        at: list[int],
+        state: State,
+        group: Group,
+        fresh: State,
+        failed: list[bool],
+    ) -> None:
+        """Install new operators of the rows present[at], and count those that failed."""
+        for i, bad in zip(at, failed, strict=True):
+            row = present[i]
+            batch.failures[row] = batch.failures[row] + 1 if bad else 0
+            if bad:
+                self._note_failure(
+                    type(method).__name__, batch.rows[row], batch.failures[row], group
+                )
+        if len(at) == len(present):
+            method.install(fresh, state, group)
+            return
+        some = {key: value[at] for key, value in state.items()}
+        method.install(fresh, some, group)
+        for key, value in state.items():
+            value[at] = some[key]
 
-    @staticmethod
-    def end(batch: Batch, rows: Sequence[int]) -> tuple[State, list[bool]]:
-        """Wait for these rows: their operators, and which failed."""
-        # a row without a job was finished when a checkpoint was taken
-        failed = [batch.jobs.pop(row).result()[row] if row in batch.jobs else False for row in rows]
-        at = torch.tensor(rows, device=batch.device)
-        return {key: value[at] for key, value in batch.coming.items()}, failed
+    def _note_failure(self, optimizer: str, row: Row, times: int, group: Group) -> None:
+        index = next(i for i, param in enumerate(group["params"]) if param is row.param)
+        name = f"parameter {param_name(group, index)} (block {row.number})"
+        self.failed += 1
+        logger.warning("refresh of %s failed, it keeps the operator it has", name)
+        if times > group["tolerated"]:
+            raise FloatingPointError(
+                f"{optimizer}: more than tolerated={group['tolerated']} refreshes in a row failed "
+                f"for {name}; raise `damping` or `eps`, lower the learning rate, or give the "
+                "parameter a group with route='adamw'"
+            )
+
+
+def wait(batches: Sequence[Batch]) -> None:
+    """Until every refresh that has begun is done, so that `batch.coming` is whole."""
+    for batch in batches:
+        for job in batch.jobs.values():
+            job.result()
+
+
+def _end(batch: Batch, present: list[int], at: list[int]) -> tuple[State, list[bool]]:
+    """Wait for the rows present[at]: their operators, and which failed."""
+    rows = [present[i] for i in at]
+    # a row without a job was finished when a checkpoint was taken
+    failed = [batch.jobs.pop(row).result()[row] if row in batch.jobs else False for row in rows]
+    return {key: value[rows] for key, value in batch.coming.items()}, failed
+
+
+def _settled(method: Refreshing, state: State, group: Group) -> tuple[State, list[bool]]:
+    """A new operator of every row, or where it failed the one it had; and which have failed."""
+    fresh = method.refresh(state, group)
+    sums = [value.flatten(1).sum(1, dtype=torch.float64) for value in fresh.values()]
+    if not sums:
+        return fresh, [False] * len(state["step"])
+    failed = ~torch.stack(sums).isfinite().all(0)
+    if bool(failed.any()):
+        for key, value in fresh.items():
+            rows = failed.view(-1, *[1] * (value.ndim - 1))
+            fresh[key] = torch.where(rows, state[key].to(value.dtype), value)
+    return fresh, failed.tolist()
