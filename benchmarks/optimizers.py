@@ -19,9 +19,10 @@ from types import ModuleType
 from typing import Any, Protocol
 
 import torch
-from naive import PlainShampoo, PlainSOAP
 from timing import conditions, interleaved
 from torch import Tensor
+
+from naive import PlainShampoo, PlainSOAP
 
 CASES: dict[str, list[tuple[int, ...]]] = {
     "b": [(512, 512)] * 12 + [(512, 2048)] * 12 + [(512,)] * 24,
@@ -73,7 +74,7 @@ def isokron_shampoo(params: list[Tensor], every: int) -> list[Steps]:
 
 
 def isokron_soap(params: list[Tensor], every: int) -> list[Steps]:
-    settings = {"betas": BETAS, "weight_decay": WEIGHT_DECAY}
+    settings = {"betas": BETAS, "weight_decay": WEIGHT_DECAY, "graft": None}
     return [package("isokron").SOAP(params, lr=LR, every=every, max_dim=MAX_DIM, **settings)]
 
 

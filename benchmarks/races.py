@@ -22,10 +22,10 @@ STEPS = {
     "digits-small": 100,
     "mnist-tiny": 100,
     "mnist-small": 100,
-    "speeches-tiny": 200,
+    "speeches-tiny": 150,
     "speeches-small": 200,
 }
-OPTIMIZERS = "adamw,muon,shampoo,soap,katie"
+OPTIMIZERS = "adamw,shampoo,soap,katie"
 
 
 def race(task: str, optimizers: str, seeds: int, out: Path) -> dict[str, Any]:

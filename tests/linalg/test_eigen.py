@@ -1,5 +1,6 @@
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -214,3 +215,20 @@ def test_what_is_not_square_is_named() -> None:
     for shape in [(3,), (2, 3), (4, 2, 3)]:
         with pytest.raises(ValueError, match=r"eigh needs matrices \[\.\.\., n, n\]"):
             eigh(torch.ones(shape))
+
+
+def test_a_result_that_is_not_finite_is_a_failure_though_nothing_was_raised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = torch.linalg.eigh
+
+    def silent(matrix: torch.Tensor, UPLO: str = "L") -> Any:
+        values, vectors = real(matrix, UPLO=UPLO)
+        bad = matrix.dtype is torch.float32
+        return values, torch.full_like(vectors, torch.nan) if bad else vectors
+
+    half = torch.randn(3, 5, 6)
+    matrix = half @ half.mT
+    monkeypatch.setattr(torch.linalg, "eigh", silent)
+    values, vectors = eigh(matrix)
+    torch.testing.assert_close(vectors * values.unsqueeze(-2) @ vectors.mT, matrix)

@@ -59,7 +59,7 @@ def test_each_keeps_the_order_with_and_without_threads(
 
 
 def test_an_error_in_a_thread_is_the_callers() -> None:
-    pool = threads._pool(2)
+    pool = threads._pool(2, 0)
     with pytest.raises(torch.linalg.LinAlgError):
         list(pool.map(torch.linalg.cholesky, -torch.eye(3).expand(4, 3, 3)))
 

@@ -103,6 +103,25 @@ def test_a_step_on_the_average_is_refused() -> None:
         train(model, optimizer, range(2, 3))
 
 
+def test_averaging_that_is_switched_off_in_evaluation_can_go_on() -> None:
+    model = net()
+    optimizer = isokron.SOAP(model.parameters(), average="primal")
+    train(model, optimizer, range(2))
+    optimizer.eval()
+    optimizer.param_groups[0]["average"] = None
+    optimizer.train()
+    train(model, optimizer, range(2, 3))
+
+
+def test_adamw_averages_too() -> None:
+    model = net()
+    optimizer = isokron.AdamW(model.parameters(), average="schedule_free")
+    train(model, optimizer, range(3))
+    before = copy.deepcopy(model)
+    optimizer.eval()
+    assert not equal(model, before)
+
+
 def test_without_averaging_both_modes_are_the_same() -> None:
     model = net()
     optimizer = isokron.SOAP(model.parameters())

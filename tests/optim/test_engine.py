@@ -219,6 +219,9 @@ def test_parameters_no_step_could_be_right_for_are_refused(param: Tensor, messag
         ({"graft": "lion"}, "graft must be one of"),
         ({"nonfinite": "warn"}, "nonfinite must be one of"),
         ({"nesterov": True, "momentum": 0.0}, "nesterov must be False"),
+        ({"vectors": True}, "vectors must be False for a method of matrices"),
+        ({"beta3": 0.5}, "beta3 must be None here"),
+        ({"dampening": 0.5}, "dampening must be 0.0 here"),
     ],
     ids=str,
 )

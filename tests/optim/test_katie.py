@@ -144,12 +144,22 @@ def test_variances_and_correlations_have_rates_of_their_own() -> None:
     assert not torch.allclose(base, walk(isokron.Katie, grads, **{**SETTINGS, "betas": (0.9, 0.5)}))
 
 
+def test_entries_without_gradients_are_no_division_by_zero() -> None:
+    grads = gradients((4, 5), 6)
+    grads[:, 1] = 0
+    for form in ("sequential", "symmetric"):
+        moved = walk(isokron.Katie, grads, **{**SETTINGS, "eps": 0.0, "form": form})
+        assert moved.isfinite().all()
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"form": "parallel"}, "form must be one of"),
         ({"statistic": "kl"}, "statistic must be one of"),
-        ({"damping": 0.0}, "damping must be above 0"),
+        ({"damping": 0.0}, "damping must be a finite number above 0"),
+        ({"damping": float("inf")}, "damping must be a finite number above 0"),
+        ({"factor_dtype": torch.int32}, "factor_dtype must be None or a floating-point dtype"),
         ({"factor_beta": 1.0}, "factor_beta must be at least 0 and below 1"),
     ],
     ids=str,

@@ -1,6 +1,8 @@
 """Refreshes that fail, take turns or take their time, and gradients that no factor likes."""
 
+import copy
 import logging
+import multiprocessing
 import time
 from collections import Counter
 from typing import Any
@@ -299,3 +301,182 @@ def test_pickling_waits_for_what_has_begun() -> None:
     }
     assert coming
     assert any(not torch.equal(value, torch.eye(len(value))) for value in coming.values())
+
+
+def test_a_method_refreshes_without_naming_its_operator_unless_delayed() -> None:
+    class Nameless(isokron.Katie):
+        operator = ()
+
+    weight, twin = (nn.Parameter(torch.zeros(4, 4)) for _ in range(2))
+    grads = torch.randn(5, 4, 4)
+    nameless = walk(Nameless([weight]), weight, grads)
+    assert torch.equal(nameless, walk(isokron.Katie([twin]), twin, grads))
+    with pytest.raises(ValueError, match="delay must be 0 for a method that does not name"):
+        Nameless([weight], delay=1)
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (4, 5, 6)])
+@pytest.mark.parametrize("settings", [{}, {"form": "eigen"}, {"statistic": "kl"}], ids=str)
+def test_zeros_say_nothing_and_the_first_gradient_after_them_steps(
+    shape: tuple[int, ...], settings: dict[str, Any]
+) -> None:
+    """A refresh on statistics of zeros leaves the operator as it is, here the identity."""
+    weight = nn.Parameter(torch.zeros(shape))
+    optimizer = isokron.Shampoo([weight], lr=0.01, weight_decay=0.0, max_dim=8, **settings)
+    walk(optimizer, weight, [torch.zeros(shape)] * 10)
+    walk(optimizer, weight, 1e-2 * torch.randn(5, *shape))
+    moved = weight.detach().square().mean().sqrt()
+    assert 1e-3 < moved < 0.1
+
+
+def test_a_first_gradient_of_zeros_does_not_count_as_a_basis() -> None:
+    weight, twin = (nn.Parameter(torch.zeros(5, 6)) for _ in range(2))
+    late, plain = isokron.SOAP([weight], start=2, every=2), isokron.SOAP([twin], start=2, every=2)
+    grads = torch.randn(4, 5, 6)
+    walk(plain, twin, grads[:2])
+    walk(late, weight, [torch.zeros(5, 6)] * 2)
+    assert torch.equal(late.state[weight]["basis.0.0"], torch.eye(5))
+    walk(late, weight, grads[:2])  # its first refresh is an eigh of what it then knows
+    cov = late.state[weight]["cov.0.0"]
+    basis = late.state[weight]["basis.0.0"]
+    turned = basis.T @ (cov.tril() + cov.tril(-1).T) @ basis
+    assert (turned - turned.diag().diag()).norm() < 1e-5 * turned.norm()
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1e12])
+def test_grafted_steps_of_blocks_of_order_three_have_adams_length_at_any_scale(
+    scale: float,
+) -> None:
+    weight = nn.Parameter(torch.zeros(4, 5, 6))
+    optimizer = isokron.Shampoo([weight], lr=0.01, weight_decay=0.0, max_dim=8, eps=0.0)
+    walk(optimizer, weight, scale * torch.randn(4, 4, 5, 6))
+    assert 1e-3 < weight.detach().square().mean().sqrt() < 0.1
+
+
+UNTOUCHED: list[tuple[Any, dict[str, Any]]] = [
+    (isokron.SOAP, {"betas": (0.0, 0.95), "max_dim": 2, "oversize": "identity", "graft": None}),
+    (isokron.Shampoo, {"max_dim": 2, "oversize": "identity", "graft_by": "parameter"}),
+    (isokron.Preconditioned, {"lr": 0.1, "graft": "adam", "graft_by": "parameter"}),
+    (isokron.Katie, {"decay": "l2", "betas": (0.0, 0.95)}),
+    (isokron.Shampoo, {"route": "spectral", "graft_by": "parameter", "momentum": 0.5}),
+]
+
+
+@pytest.mark.parametrize(("method", "settings"), UNTOUCHED, ids=str)
+def test_gradients_are_never_written_to(method: Any, settings: dict[str, Any]) -> None:
+    weight = nn.Parameter(torch.randn(4, 6))
+    optimizer = method([weight], **settings)
+    for grad in torch.randn(3, 4, 6):
+        weight.grad = grad.clone()
+        optimizer.step()
+        assert torch.equal(weight.grad, grad)
+
+
+@every_method
+def test_a_delay_that_is_switched_on_later_goes_on_with_the_operator_there_is(method: Any) -> None:
+    weight = nn.Parameter(torch.zeros(4, 6))
+    optimizer = method([weight], every=10)
+    key = "basis.0.0" if method is isokron.SOAP else "root.0.0"
+    walk(optimizer, weight, torch.randn(11, 4, 6))
+    before = optimizer.state[weight][key].clone()
+    optimizer.param_groups[0]["delay"] = 2
+    walk(optimizer, weight, torch.randn(4, 4, 6))
+    assert torch.equal(optimizer.state[weight][key], before)
+    walk(optimizer, weight, torch.randn(8, 4, 6))
+    assert not torch.equal(optimizer.state[weight][key], before)
+
+
+@every_method
+@pytest.mark.parametrize("settings", [{"state_dtype": None}, {"factor_dtype": torch.bfloat16}])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_precision_may_be_asked_to_be_low(
+    method: Any, settings: dict[str, Any], dtype: torch.dtype
+) -> None:
+    weight = nn.Parameter(torch.zeros(4, 6, dtype=dtype))
+    optimizer = method([weight], every=2, **settings)
+    walk(optimizer, weight, torch.randn(6, 4, 6).to(dtype))
+    assert weight.isfinite().all()
+    assert optimizer.failed_refreshes == 0
+
+
+def test_factors_in_float64_work_with_a_tolerance() -> None:
+    weight = nn.Parameter(torch.zeros(4, 6))
+    settings = {"form": "eigen", "tolerance": 0.1, "factor_dtype": torch.float64}
+    walk(isokron.Shampoo([weight], every=2, **settings), weight, torch.randn(6, 4, 6))
+    assert weight.isfinite().all()
+
+
+@pytest.mark.parametrize("scale", [1e-15, 1.0, 1e12])
+def test_a_tolerance_does_not_depend_on_the_scale_of_gradients(scale: float) -> None:
+    weight = nn.Parameter(torch.zeros(4, 6))
+    optimizer = isokron.Shampoo([weight], form="eigen", tolerance=0.05, every=1)
+    walk(optimizer, weight, scale * torch.randn(3, 4, 6))
+    assert not torch.equal(optimizer.state[weight]["basis.0.0"], torch.eye(4))
+
+
+def test_blocks_that_wait_for_their_turn_are_stepped_by_the_grafted_method_alone() -> None:
+    weight = nn.Parameter(torch.zeros(4, 8))
+    settings = {"max_dim": 4, "stagger": True, "graft_by": "parameter", "weight_decay": 0.0}
+    optimizer = isokron.Shampoo([weight], lr=0.01, **settings)
+    walk(optimizer, weight, 1e-3 * torch.randn(1, 4, 8))
+    blocks = [weight.detach()[:, :4], weight.detach()[:, 4:]]
+    for block in blocks:
+        torch.testing.assert_close(block.norm(), torch.tensor(0.04), rtol=1e-3, atol=0)
+
+
+def test_a_checkpoint_that_does_not_fit_leaves_a_refresh_that_has_begun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = isokron.Katie.refresh
+
+    def slowly(self: Any, state: dict[str, Tensor], group: Any) -> dict[str, Tensor]:
+        time.sleep(0.05)
+        return real(self, state, group)
+
+    monkeypatch.setattr(isokron.Katie, "refresh", slowly)
+    pair = [nn.Parameter(torch.zeros(4, 6)) for _ in range(2)]
+    disturbed, plain = (isokron.Katie([p], every=6, delay=3) for p in pair)
+    for t, grad in enumerate(torch.randn(6, 4, 6)):
+        for param in pair:
+            param.grad = grad
+        disturbed.step()
+        plain.step()
+        if t == 1:
+            misfit = copy.deepcopy(disturbed.state_dict())
+            misfit["state"][0]["root.0.0"] = torch.zeros(3, 3)
+            with pytest.raises(ValueError, match=r"root\.0\.0"):
+                disturbed.load_state_dict(misfit)
+    assert torch.equal(*pair)
+
+
+def test_a_checkpoint_can_be_taken_after_an_error_on_the_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def raising(self: Any, state: Any, group: Any) -> Any:
+        raise MemoryError("no room")
+
+    weight = nn.Parameter(torch.randn(4, 4))
+    optimizer = isokron.Katie([weight], every=6, delay=3)
+    monkeypatch.setattr(isokron.Katie, "refresh", raising)
+    walk(optimizer, weight, torch.randn(2, 4, 4))
+    assert optimizer.state_dict()["state"]
+    with pytest.raises(MemoryError):
+        walk(optimizer, weight, torch.randn(3, 4, 4))
+
+
+def _train_on(optimizer: isokron.Preconditioned, weight: nn.Parameter) -> None:
+    walk(optimizer, weight, torch.randn(10, 4, 4))
+
+
+def test_a_fork_refreshes_with_threads_of_its_own() -> None:
+    weight = nn.Parameter(torch.randn(4, 4))
+    optimizer = isokron.Katie([weight], every=4, delay=2)
+    walk(optimizer, weight, torch.randn(7, 4, 4))
+    optimizer.state_dict()
+    child = multiprocessing.get_context("fork").Process(target=_train_on, args=(optimizer, weight))
+    child.start()
+    child.join(timeout=30)
+    hung = child.is_alive()
+    child.kill()
+    assert not hung
+    assert child.exitcode == 0

@@ -53,6 +53,7 @@ SETTINGS: dict[str, Any] = {
     "start": START,
     "betas": BETAS,
     "factor_beta": FACTOR_BETA,
+    "graft": None,
 }
 
 
@@ -111,6 +112,22 @@ def test_soap_finds_the_basis_of_gradients_that_have_changed() -> None:
         torch.testing.assert_close(basis.T @ basis, torch.eye(8).double(), atol=1e-5, rtol=0)
 
 
+def test_the_filter_with_two_rates_works_in_the_basis() -> None:
+    """Without a basis SOAP is Adam on f = β₃M + (1−β₃)G, debiased."""
+    grads = gradients((4, 5), 8)
+    weight = nn.Parameter(torch.zeros(4, 5, dtype=torch.float64))
+    settings = {"betas": (0.9, 0.99), "start": 99, "graft": None, "weight_decay": 0.0}
+    optimizer = isokron.SOAP([weight], lr=0.1, beta3=0.6, **settings)
+    m, v, expected = (torch.zeros(4, 5, dtype=torch.float64) for _ in range(3))
+    for t, grad in enumerate(grads, start=1):
+        weight.grad = grad
+        optimizer.step()
+        f = (0.6 * m + 0.4 * grad) / (1 - 0.6 * 0.9 ** (t - 1))
+        m, v = 0.9 * m + 0.1 * grad, 0.99 * v + 0.01 * grad**2
+        expected = expected - 0.1 * f / ((v / (1 - 0.99**t)).sqrt() + 1e-8)
+    torch.testing.assert_close(weight.detach(), expected)
+
+
 def test_a_basis_within_tolerance_is_kept() -> None:
     weight = nn.Parameter(torch.zeros(5, 6))
     grads = gradients((5, 6), 12).float()
@@ -142,6 +159,7 @@ def test_variances_turn_with_the_basis_and_keep_their_sum() -> None:
         ({"factor_beta": 1.0}, "factor_beta must be at least 0 and below 1"),
         ({"max_dim": 0}, "max_dim must be"),
         ({"every": 0}, "every must be"),
+        ({"tolerance": -1.0}, "tolerance must be a finite number at least 0"),
     ],
     ids=str,
 )

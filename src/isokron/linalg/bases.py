@@ -35,7 +35,8 @@ def _follow(matrix: Tensor, basis: Tensor) -> Tensor:
 
 def offdiagonal(matrix: Tensor, basis: Tensor) -> Tensor:
     """‖QᵀAQ without its diagonal‖ / ‖A‖: how far a basis is from diagonalising. [...]"""
-    turned = basis.mT @ matrix @ basis
-    total = turned.square().sum((-2, -1))
-    diagonal = turned.diagonal(dim1=-2, dim2=-1).square().sum(-1)
-    return ((total - diagonal).clamp(min=0) / total.clamp(min=torch.finfo(total.dtype).tiny)).sqrt()
+    peak = matrix.abs().amax((-2, -1), keepdim=True)
+    turned = basis.mT @ (matrix / torch.where(peak > 0, peak, 1.0)) @ basis
+    diagonal = turned.diagonal(dim1=-2, dim2=-1)
+    outside = torch.linalg.matrix_norm(turned - torch.diag_embed(diagonal))
+    return outside / torch.linalg.matrix_norm(turned).clamp(min=torch.finfo(turned.dtype).tiny)

@@ -49,12 +49,19 @@ def power_of_two(peak: Tensor) -> Tensor:
 def _decompose(scaled: Tensor) -> tuple[Tensor, Tensor]:
     try:
         if singly(scaled):
-            pairs = each(lambda matrix: torch.linalg.eigh(matrix, UPLO="L"), scaled)
+            pairs = each(_checked, scaled)
             return torch.stack([v for v, _ in pairs]), torch.stack([q for _, q in pairs])
-        values, vectors = torch.linalg.eigh(scaled, UPLO="L")
+        return _checked(scaled)
     except LinAlgError:
         values, vectors = _one_by_one(scaled.flatten(0, -3) if scaled.ndim > 2 else scaled[None])
         return values.view(scaled.shape[:-1]), vectors.view(scaled.shape)
+
+
+def _checked(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """eigh, where results that are not finite, of which LAPACK says nothing, are a failure too."""
+    values, vectors = torch.linalg.eigh(matrix, UPLO="L")
+    if not bool((values.sum() + vectors.sum()).isfinite()):
+        raise LinAlgError("eigenvalues or eigenvectors are not finite")
     return values, vectors
 
 
@@ -89,5 +96,5 @@ def _jittered(matrix: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
     """eig(A + δI) − δ = eig(A): δ is taken off again, so jitter moves rounding errors only."""
     delta = jitter * matrix.diagonal().abs().mean()
     shifted = matrix + delta * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
-    values, vectors = torch.linalg.eigh(shifted, UPLO="L")
+    values, vectors = _checked(shifted)
     return values - delta, vectors

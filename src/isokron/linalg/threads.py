@@ -7,6 +7,7 @@ each of them told to compute on its own: the results do not depend on who took w
 
 import ctypes
 import functools
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -32,12 +33,13 @@ def each(function: Callable[..., T], *batches: Tensor) -> list[T]:
     """function(matrix, …) of the matrices of all batches, in their order. [B, n, n]"""
     cores = torch.get_num_threads()
     spread = len(batches[0]) > 1 and batches[0].size(-1) <= HUGE and cores > 1 and _limits()
-    mapped = _pool(cores).map if spread else map
+    mapped = _pool(cores, os.getpid()).map if spread else map
     return list(mapped(function, *[batch.unbind() for batch in batches]))
 
 
 @functools.cache
-def _pool(workers: int) -> ThreadPoolExecutor:
+def _pool(workers: int, process: int) -> ThreadPoolExecutor:
+    """One a process, since a fork has none of its parent's threads."""
     return ThreadPoolExecutor(workers, "isokron-linalg", initializer=compute_alone)
 
 

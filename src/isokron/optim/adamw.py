@@ -1,16 +1,18 @@
 """AdamW: the yardstick, as a drop-in for torch.optim.AdamW(fused=True), to the bit."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Unpack
 
-import torch
 from torch import Tensor
 
 from isokron.optim.engine import Params, Preconditioned
+from isokron.optim.settings import Shared
 
 
 class AdamW(Preconditioned):
     """AdamW on every parameter; checkpoints interchange with torch.optim.AdamW's.
+
+    `eps`, `amsgrad`, `maximize` and all other `shared` settings: see docs/engine.md.
 
     `state_dtype`: None keeps the moments in the parameter's dtype, as torch does; torch.float32
     gives half-precision parameters float32 moments. `nonfinite`: unlike the other optimizers'
@@ -23,26 +25,11 @@ class AdamW(Preconditioned):
         lr: float | Tensor = 1e-3,
         *,
         betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
         weight_decay: float = 1e-2,
-        amsgrad: bool = False,
-        maximize: bool = False,
-        decay: str = "decoupled",
-        nonfinite: str = "ignore",
-        state_dtype: torch.dtype | None = None,
+        **shared: Unpack[Shared],
     ) -> None:
-        super().__init__(
-            params,
-            lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            amsgrad=amsgrad,
-            maximize=maximize,
-            decay=decay,
-            nonfinite=nonfinite,
-            state_dtype=state_dtype,
-        )
+        own: Shared = {"nonfinite": "ignore", "state_dtype": None}
+        super().__init__(params, lr, betas=betas, weight_decay=weight_decay, **{**own, **shared})
 
     def takes(self, param: Tensor, group: Mapping[str, Any]) -> bool:
         return False

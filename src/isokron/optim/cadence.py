@@ -39,13 +39,15 @@ def unready(step: int, phase: int, group: Mapping[str, Any]) -> bool:
     return step - phase - group["delay"] < first(group)
 
 
-def take_turns_(batches: Sequence[Batch], every: int) -> None:
+def take_turns_(batches: Sequence[Batch], group: Mapping[str, Any]) -> None:
     """Spread the rows of all batches over `every` steps, the costly ones first, by least load.
 
-    A refresh costs about Σ dᵢ³. Equal batches give equal turns, so that a resumed run keeps them.
+    A refresh costs about Σ dᵢ³, dᵢ the dimensions that have a factor. Equal batches give equal
+    turns, so that a resumed run keeps them.
     """
-    load = [0.0] * every
-    costs = [sum(float(size) ** 3 for size in batch.shape) for batch in batches]
+    load = [0.0] * group["every"]
+    longest = group["max_dim"] or max((max(batch.shape) for batch in batches), default=1)
+    costs = [sum(float(d) ** 3 for d in batch.shape if d <= longest) for batch in batches]
     for batch, cost in sorted(zip(batches, costs, strict=True), key=lambda pair: -pair[1]):
         for row in range(len(batch.rows)):
             batch.phase[row] = load.index(min(load))

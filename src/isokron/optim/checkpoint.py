@@ -65,6 +65,8 @@ def adopt(plan: Plan, state: Mapping[Tensor, Any], group: Mapping[str, Any], who
             for key, value in batch.stored().items():
                 if f"{key}.{row.number}" in saved:
                     value[i].copy_(saved[f"{key}.{row.number}"])
+                elif key.startswith("next."):  # nothing has begun: what is there goes on
+                    value[i].copy_(batch.state[key.removeprefix("next.")][i])
     for fused in plan.fused:
         for i, param in enumerate(fused.params):
             fused.adopt_(i, state.get(param) or {})

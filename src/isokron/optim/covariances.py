@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isokron.linalg import gram_, mirror_, unfold
+from isokron.linalg import gram_, unfold
 from isokron.optim.blocks import Batch
 from isokron.optim.moments import bias
 
@@ -45,7 +45,8 @@ def debiased(state: Mapping[str, Tensor], side: int, beta: float) -> Tensor:
     return cov / bias(beta, state["step"].reshape(-1, 1, 1)).to(cov.dtype)
 
 
-def debiased_whole(state: Mapping[str, Tensor], side: int, beta: float) -> Tensor:
-    """F̂ = F/(1−βᵗ), also above the diagonal. [B, d, d]"""
-    cov = debiased(state, side, beta)
-    return mirror_(cov.clone() if cov is state[f"cov.{side}"] else cov)
+def known_only(fresh: Tensor, key: str, state: Mapping[str, Tensor]) -> Tensor:
+    """The new operator where a gradient has been seen, else the old: zeros say nothing. [B, ...]"""
+    trace = state[f"cov.{key.rpartition('.')[2]}"].diagonal(dim1=-2, dim2=-1).sum(-1)
+    known = (trace != 0).view(-1, *[1] * (fresh.ndim - 1))
+    return torch.where(known, fresh, state[key].to(fresh.dtype))

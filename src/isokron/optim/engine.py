@@ -122,6 +122,23 @@ class Preconditioned(torch.optim.Optimizer):
         try:
             check_group(type(self).__name__, group)
             self.check(group)
+            if group["vectors"] and self.order == 2:
+                raise ValueError(
+                    f"{type(self).__name__}: vectors must be False for a method of matrices, got "
+                    "vectors=True; vectors go to AdamW"
+                )
+            if not self.heavy_ball:
+                for name, off in (("beta3", None), ("dampening", 0.0)):
+                    if group[name] != off:
+                        raise ValueError(
+                            f"{type(self).__name__}: {name} must be {off} here, got {name}="
+                            f"{group[name]!r}; Shampoo, SOAP and Katie have it"
+                        )
+            if group["delay"] and not self.operator:
+                raise ValueError(
+                    f"{type(self).__name__}: delay must be 0 for a method that does not name in "
+                    f"`operator` what its refresh makes, got delay={group['delay']!r}"
+                )
             if len(set(group["params"])) < len(group["params"]):
                 raise ValueError(
                     f"{type(self).__name__}: a parameter is in a group twice and would be "
@@ -170,12 +187,10 @@ class Preconditioned(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _show_mode(self, mode: str) -> None:
-        averaging = [group["average"] is not None for group in self.param_groups]
-        plans = self._current_plans() if any(averaging) else []
-        for group, plan in zip(self.param_groups, plans, strict=False):
+        for group, plan in zip(self.param_groups, self._current_plans(), strict=True):
             if plan.averages and group["mode"] != mode:
                 plan.averages.show_(mode, group)
-                group["mode"] = mode
+            group["mode"] = mode if plan.averages else "train"
 
     def state_dict(self) -> dict[str, Any]:
         """Flat keys and plain tensors; loads with weights_only=True."""
@@ -193,6 +208,7 @@ class Preconditioned(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume from a state dict, to the bit; half-precision parameters keep float32 state."""
         # Registered last, so that it runs after the user's own hooks.
+        self._join()
         handle = self.register_load_state_dict_pre_hook(checkpoint.shield)
         before = {"state": self.state, "param_groups": self.param_groups}
         try:
@@ -205,13 +221,17 @@ class Preconditioned(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._join()
-        return {**super().__getstate__(), "skipped_steps": self.skipped_steps}
+        counts = {"skipped_steps": self.skipped_steps, "_failed": self._refresher.failed}
+        return {**super().__getstate__(), **counts}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Called by unpickling, by copying and by torch's load_state_dict."""
+        failed = state.pop("_failed", None)
         super().__setstate__(state)
         self.defaults.pop("differentiable", None)  # torch adds it; no group here has a use for it
-        self._plans, self._shown, self._refresher = [], None, Refresher()
+        self._plans, self._shown = [], None
+        if failed is not None:  # a copy; a loaded state leaves the counts as they are
+            self._refresher = Refresher(failed)
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
@@ -231,7 +251,9 @@ class Preconditioned(torch.optim.Optimizer):
             if i < len(self._plans) and self._plans[i].holds(group):
                 continue
             self._join()
-            plan = build_plan(group, self.takes, self.order, self.state, self.shaping)
+            # decompositions need float32, whatever state_dtype says
+            least = torch.float32 if self.operator else None
+            plan = build_plan(group, self.takes, self.order, self.state, self.shaping, least)
             for batch in plan.batches:
                 batch.state = self._full_state(batch, group)
                 if group["delay"]:
@@ -314,9 +336,10 @@ class Preconditioned(torch.optim.Optimizer):
         else:
             self.observe(grad, state, group)
             moment = self._moment(grad, state, group)
-            self._refresher.run(self, batch, present, state, group)
+            if type(self).refresh is not Preconditioned.refresh:
+                self._refresher.run(self, batch, present, state, group)
             direction = self.direction(grad if self.keeps_moment else moment, state, group)
-        simple = None
+        simple = alone = None
         if group["graft"]:
             simple = graft_direction(grad, moment, state, group)
             if group["graft_by"] == "block":
@@ -326,9 +349,10 @@ class Preconditioned(torch.optim.Optimizer):
                 turns = [(int(batch.step[row]), batch.phase[row]) for row in present]
                 early = [unready(*turn, group) for turn in turns]
                 if any(early):
-                    alone = torch.tensor(early, device=grad.device).view_as(state["step"])
-                    direction = torch.where(alone, simple, direction)
-        return Update(batch, at, rows, state, direction, simple)
+                    alone = torch.tensor(early)
+                    where = alone.to(grad.device).view_as(state["step"])
+                    direction = torch.where(where, simple, direction)
+        return Update(batch, at, rows, state, direction, simple, alone)
 
     def _moment(self, grad: Tensor, state: dict[str, Tensor], group: Mapping[str, Any]) -> Tensor:
         """The first moment as the method or the grafted one wants it; `grad` where none is kept."""

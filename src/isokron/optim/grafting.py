@@ -11,7 +11,7 @@ from torch import Tensor
 
 from isokron.optim.moments import bias
 
-TINY = 1e-30  # only keeps a zero direction from dividing by zero
+TINY = 1e-100  # only keeps a zero direction from dividing by zero
 
 
 def graft_direction(
@@ -34,25 +34,36 @@ def graft_direction(
     return moment / (second.sqrt() + group["eps"])
 
 
-def rescale_(updates: Sequence[Tensor], simple: Sequence[Tensor], owner: Sequence[Tensor]) -> None:
-    """Give the rows of all updates, parameter by parameter, the norm of the simple ones' rows.
-
-    updates, simple: one [B, ...] a batch; owner: one [B] a batch, which parameter a row is of.
-    """
-    owners = torch.cat(list(owner))
-    squares = []
-    for tensors in (updates, simple):
-        norms = torch.cat([torch.linalg.vector_norm(t.flatten(1), dim=1).cpu() for t in tensors])
-        total = torch.zeros(int(owners.max()) + 1, dtype=torch.float64)
-        squares.append(total.index_add_(0, owners, norms.double() ** 2))
-    ratio = (squares[1].sqrt() / (squares[0].sqrt() + TINY))[owners]
-    for update, part in zip(updates, ratio.split([len(t) for t in updates]), strict=True):
-        update.mul_(part.to(update).view(-1, *[1] * (update.ndim - 1)))
-
-
 def graft(direction: Tensor, length_of: Tensor) -> Tensor:
     """`direction` with, per block, the norm of `length_of`. [B, ...]"""
-    dims = tuple(range(1, direction.ndim))
-    norm = torch.linalg.vector_norm(direction, dim=dims, keepdim=True)
-    target = torch.linalg.vector_norm(length_of, dim=dims, keepdim=True)
-    return direction * (target / (norm + TINY))
+    return _scaled(direction, norms(length_of) / (norms(direction) + TINY))
+
+
+def graft_together(
+    directions: Sequence[Tensor], simple: Sequence[Tensor], owners: Sequence[Tensor]
+) -> list[Tensor]:
+    """As `graft`, with lengths taken over all blocks of a parameter, in whatever batches they are.
+
+    directions, simple: one [B, ...] a batch; owners: one [B] a batch, which parameter a row is of,
+    and −1 for rows that are left out.
+    """
+    owner = torch.cat(list(owners))
+    taken = owner >= 0
+    lengths = []
+    for tensors in (directions, simple):
+        squares = torch.cat([norms(tensor).cpu() for tensor in tensors]) ** 2
+        total = torch.zeros(int(owner.max()) + 1, dtype=squares.dtype)
+        lengths.append(total.index_add_(0, owner[taken], squares[taken]).sqrt())
+    ratio = torch.ones(len(owner), dtype=lengths[0].dtype)
+    ratio[taken] = (lengths[1] / (lengths[0] + TINY))[owner[taken]]
+    parts = ratio.split([len(tensor) for tensor in directions])
+    return [_scaled(tensor, part) for tensor, part in zip(directions, parts, strict=True)]
+
+
+def norms(x: Tensor) -> Tensor:
+    """Norm of every block, in float64: what a factor makes huge or tiny has a length too. [B]"""
+    return torch.linalg.vector_norm(x.flatten(1), dim=1, dtype=torch.float64)
+
+
+def _scaled(x: Tensor, factor: Tensor) -> Tensor:
+    return x * factor.to(x).view(-1, *[1] * (x.ndim - 1))

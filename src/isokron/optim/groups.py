@@ -94,6 +94,27 @@ def check_group(optimizer: str, group: Mapping[str, Any]) -> None:
     )
 
 
+def check_number(optimizer: str, name: str, value: Any, rule: str = "at least 0") -> None:
+    """A finite number of at least 0, or above 0."""
+    number = _scalar(value)
+    if not (number > 0 or (number == 0 and rule == "at least 0")):
+        raise ValueError(
+            f"{optimizer}: {name} must be a finite number {rule}, got {name}={value!r}"
+        )
+
+
+def check_factors(optimizer: str, group: Mapping[str, Any], most: float | None = None) -> None:
+    """What methods with one factor a dimension have in common; `most`: whether β may be 1."""
+    beta, dtype = group["factor_beta"], group["factor_dtype"]
+    if beta is not None and not (0 <= _scalar(beta) < 1 or beta == most):
+        rule = "at least 0 and below 1" if most is None else "at least 0 and at most 1"
+        raise ValueError(f"{optimizer}: factor_beta must be {rule}, got factor_beta={beta!r}")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(
+            f"{optimizer}: factor_dtype must be None or a floating-point dtype, got {dtype!r}"
+        )
+
+
 def check_settings(optimizer: type, settings: Mapping[str, Any]) -> None:
     """Refuse what a constructor's `**shared` let through and nothing would ever read."""
     named, rest = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD

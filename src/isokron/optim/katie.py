@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from isokron.linalg import inverse_root
-from isokron.operators import Dense, Identity, Kron
+from isokron.operators import Dense, Identity, Kron, ScaledKron
 from isokron.optim.blocks import Batch
 from isokron.optim.covariances import (
     debiased,
+    known_only,
     observe_side_,
     preconditioned_sides,
     sides_of,
@@ -19,9 +20,9 @@ from isokron.optim.covariances import (
 )
 from isokron.optim.engine import Params, Preconditioned
 from isokron.optim.grafting import graft
+from isokron.optim.groups import check_factors, check_number
 from isokron.optim.moments import bias
 from isokron.optim.settings import HeavyBall
-from isokron.optim.shampoo import check_fraction
 
 FORMS = ("sequential", "symmetric")
 STATISTICS = ("correlation", "raw")
@@ -45,7 +46,7 @@ class Katie(Preconditioned):
     def __init__(
         self,
         params: Params,
-        lr: float | Tensor = 3e-3,
+        lr: float | Tensor = 1e-2,
         *,
         betas: tuple[float, float] = (0.9, 0.95),
         factor_beta: float = 0.95,
@@ -81,12 +82,8 @@ class Katie(Preconditioned):
         for name, choices in (("form", FORMS), ("statistic", STATISTICS)):
             if group[name] not in choices:
                 raise ValueError(f"Katie: {name} must be one of {choices}, got {group[name]!r}")
-        check_fraction("Katie", "factor_beta", group["factor_beta"])
-        if not isinstance(group["damping"], (int, float)) or not group["damping"] > 0:
-            raise ValueError(
-                f"Katie: damping must be above 0, got damping={group['damping']!r}; it is relative "
-                "to correlations, whose mean eigenvalue is about 1"
-            )
+        check_factors("Katie", group)
+        check_number("Katie", "damping", group["damping"], "above 0")
 
     def init_state(self, batch: Batch, group: Mapping[str, Any]) -> dict[str, Tensor]:
         sides = preconditioned_sides(batch, group)
@@ -105,12 +102,10 @@ class Katie(Preconditioned):
             observe_side_(state[f"cov.{i}"], seen, i, group["factor_beta"], scale)
 
     def refresh(self, state: dict[str, Tensor], group: Mapping[str, Any]) -> dict[str, Tensor]:
-        return {
-            f"root.{i}": inverse_root(
-                debiased(state, i, group["factor_beta"]), 2.0, group["damping"]
-            )
-            for i in sides_of(state)
-        }
+        beta, damping = group["factor_beta"], group["damping"]
+        covs = {f"root.{i}": debiased(state, i, beta) for i in sides_of(state)}
+        roots = {key: inverse_root(cov, 2.0, damping) for key, cov in covs.items()}
+        return {key: known_only(root, key, state) for key, root in roots.items()}
 
     def direction(
         self, moment: Tensor, state: dict[str, Tensor], group: Mapping[str, Any]
@@ -123,15 +118,16 @@ class Katie(Preconditioned):
                 for i in range(moment.ndim - 1)
             )
         )
+        adam = moment / deviation
         if group["form"] == "symmetric":
-            half = deviation.sqrt()
-            white = kron.apply(moment / half).div_(half)
+            white = ScaledKron(deviation.rsqrt(), kron).apply(moment)
         else:
-            white = kron.apply(moment / deviation)
-        return graft(white, moment / deviation)
+            white = kron.apply(adam)
+        return graft(white, adam)
 
 
 def _deviation(state: Mapping[str, Tensor], group: Mapping[str, Any]) -> Tensor:
     """S = √V̂ + ε. [B, ...]"""
     variance = state["variance"] / bias(group["betas"][1], state["step"])
-    return variance.sqrt_().add_(group["eps"])
+    # without ε, an entry that has never had a gradient would be 0/0
+    return variance.sqrt_().add_(group["eps"] or torch.finfo(variance.dtype).tiny)

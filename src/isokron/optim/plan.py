@@ -86,10 +86,12 @@ def build_plan(
     order: int | None,
     state: Mapping[Tensor, Any],
     shaping: tuple[str, ...] = (),
+    least: torch.dtype | None = None,
 ) -> Plan:
     """Batches of equal blocks of what the method takes, lists for AdamW of the rest.
 
-    `shaping`: settings of the method's own on which the form of its state depends.
+    `shaping`: settings of the method's own on which the form of its state depends. `least`: the
+    least precision its state may have.
     """
     rows: dict[tuple[Any, ...], list[Row]] = {}
     lists: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
@@ -115,13 +117,16 @@ def build_plan(
         for number, block in enumerate(blocks):
             key = (block.shape, param.dtype, param.device)
             rows.setdefault(key, []).append(Row(param, block, number))
-    batches = [Batch(equal, state_dtype(equal[0].param, group)) for equal in rows.values()]
+    batches = []
+    for equal in rows.values():
+        dtype = state_dtype(equal[0].param, group)
+        batches.append(Batch(equal, torch.promote_types(dtype, least) if least else dtype))
     fused = [
         FusedList(params, state_dtype(params[0], group), group["amsgrad"])
         for params in lists.values()
     ]
     if group["stagger"]:
-        take_turns_(batches, group["every"])
+        take_turns_(batches, group)
     stepped = [p for p in group["params"] if p.numel() and all(p is not q for q in idle)]
     averages = Averages(stepped, group) if group["average"] else None
     form = layout(group, shaping)

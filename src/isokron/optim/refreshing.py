@@ -5,9 +5,11 @@ non-finite keep the operator they have, and are counted.
 """
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
+from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,9 +26,7 @@ Group = Mapping[str, Any]
 
 
 class Refreshing(Protocol):
-    """What an optimizer says of its operators."""
-
-    operator: ClassVar[tuple[str, ...]]
+    """How an optimizer makes its operators."""
 
     def refresh(self, state: State, group: Group) -> State: ...
     def install(self, fresh: State, state: State, group: Group) -> None: ...
@@ -40,16 +40,15 @@ class Refresher:
     wait, and no number.
     """
 
-    def __init__(self) -> None:
-        self.failed = 0
+    def __init__(self, failed: int = 0) -> None:
+        self.failed = failed
         self.pool: ThreadPoolExecutor | None = None
+        self.process = 0
 
     def run(
         self, method: Refreshing, batch: Batch, present: list[int], state: State, group: Group
     ) -> None:
         """Refresh or begin to, and install what was begun earlier. state: of the rows present."""
-        if not method.operator:
-            return
         turns = [(i, int(batch.step[row]), batch.phase[row]) for i, row in enumerate(present)]
         if group["delay"]:
             ready = [i for i, step, phase in turns if landing(step, phase, group)]
@@ -93,7 +92,8 @@ class Refresher:
             stream.synchronize()
             return failed
 
-        if self.pool is None:
+        if self.pool is None or self.process != os.getpid():  # a fork has no threads but its own
+            self.process = os.getpid()
             self.pool = ThreadPoolExecutor(1, "isokron-refresh", initializer=compute_alone)
         batch.jobs.update(dict.fromkeys(rows, self.pool.submit(work)))
 
@@ -138,10 +138,8 @@ class Refresher:
 
 
 def wait(batches: Sequence[Batch]) -> None:
-    """Until every refresh that has begun is done, so that `batch.coming` is whole."""
-    for batch in batches:
-        for job in batch.jobs.values():
-            job.result()
+    """Until every refresh that has begun is done. An error is raised when its turn has come."""
+    futures.wait({job for batch in batches for job in batch.jobs.values()})
 
 
 def _end(batch: Batch, present: list[int], at: list[int]) -> tuple[State, list[bool]]:

@@ -7,19 +7,20 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from isokron.linalg import eigh, inverse_power, inverse_root, offdiagonal
+from isokron.linalg import eigh, inverse_power, inverse_root, mirror_, offdiagonal
 from isokron.linalg.roots import check_root
 from isokron.operators import Dense, Eigen, Factor, Identity, Kron
 from isokron.optim.blocks import Batch
 from isokron.optim.covariances import (
     debiased,
-    debiased_whole,
+    known_only,
     observe_side_,
     preconditioned_sides,
     sides_of,
     zero_covariances,
 )
 from isokron.optim.engine import Params, Preconditioned
+from isokron.optim.groups import check_factors, check_number
 from isokron.optim.settings import HeavyBall
 
 FORMS = ("root", "eigen")
@@ -49,7 +50,7 @@ class Shampoo(Preconditioned):
     def __init__(
         self,
         params: Params,
-        lr: float | Tensor = 3e-3,
+        lr: float | Tensor = 1e-2,
         *,
         betas: tuple[float, float] = (0.9, 0.95),
         factor_beta: float = 0.95,
@@ -93,7 +94,8 @@ class Shampoo(Preconditioned):
         for name, choices in (("form", FORMS), ("statistic", STATISTICS)):
             if group[name] not in choices:
                 raise ValueError(f"Shampoo: {name} must be one of {choices}, got {group[name]!r}")
-        check_fraction("Shampoo", "factor_beta", group["factor_beta"], closed=True)
+        check_factors("Shampoo", group, most=1.0)
+        check_number("Shampoo", "tolerance", group["tolerance"])
         if group["tolerance"] and group["form"] != "eigen":
             raise ValueError(
                 f"Shampoo: tolerance must be 0 for form='root', got {group['tolerance']!r}; only "
@@ -140,26 +142,30 @@ class Shampoo(Preconditioned):
     def refresh(self, state: dict[str, Tensor], group: Mapping[str, Any]) -> dict[str, Tensor]:
         beta, fresh = group["factor_beta"], {}
         for i in sides_of(state):
+            cov = debiased(state, i, beta)
             if group["form"] == "root":
                 root = exponents(group, state["step"].ndim - 1)[i]
+                solver, deficient = group["solver"], group["deficient"]
                 fresh[f"root.{i}"] = inverse_root(
-                    debiased(state, i, beta),
-                    root,
-                    group["damping"],
-                    solver=group["solver"],
-                    deficient=group["deficient"],
+                    cov, root, group["damping"], solver=solver, deficient=deficient
                 )
-            elif group["tolerance"]:
-                values, basis = state[f"values.{i}"].clone(), state[f"basis.{i}"].clone()
-                cov = debiased_whole(state, i, beta)
-                stale = offdiagonal(cov, basis.to(cov.dtype)) > group["tolerance"]
-                # a basis that still fits keeps its vectors and gets the newest eigenvalues
-                values.copy_((basis * (cov.to(basis.dtype) @ basis)).sum(-2))
-                values[stale], basis[stale] = eigh(cov[stale])
-                fresh[f"values.{i}"], fresh[f"basis.{i}"] = values, basis
             else:
-                fresh[f"values.{i}"], fresh[f"basis.{i}"] = eigh(debiased(state, i, beta))
-        return fresh
+                fresh[f"values.{i}"], fresh[f"basis.{i}"] = self._decomposed(cov, i, state, group)
+        return {key: known_only(value, key, state) for key, value in fresh.items()}
+
+    def _decomposed(
+        self, cov: Tensor, side: int, state: Mapping[str, Tensor], group: Mapping[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """Eigenvalues and eigenvectors; a basis that still fits gets the newest eigenvalues."""
+        old = state[f"basis.{side}"]
+        if not group["tolerance"]:
+            return eigh(cov)
+        cov = mirror_(cov.to(torch.promote_types(cov.dtype, old.dtype), copy=True))
+        basis = old.to(cov.dtype, copy=True)
+        stale = ~(offdiagonal(cov, basis) <= group["tolerance"])
+        values = (basis * (cov @ basis)).sum(-2)
+        values[stale], basis[stale] = eigh(cov[stale])
+        return values, basis
 
     def direction(
         self, moment: Tensor, state: dict[str, Tensor], group: Mapping[str, Any]
@@ -195,11 +201,3 @@ def exponents(group: Mapping[str, Any], order: int) -> list[float]:
             f"dimension}}, got {group['exponent']!r}"
         )
     return [float(p) for p in roots]
-
-
-def check_fraction(optimizer: str, name: str, value: Any, closed: bool = False) -> None:
-    """A rate β in [0, 1), or in [0, 1] where 1 has a meaning."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not (0 <= value < 1 or (closed and value == 1)):
-        rule = "at least 0 and at most 1" if closed else "at least 0 and below 1"
-        raise ValueError(f"{optimizer}: {name} must be {rule}, got {name}={value!r}")

@@ -6,21 +6,21 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from isokron.linalg import eigenbasis, follow, offdiagonal
+from isokron.linalg import eigenbasis, follow, mirror_, offdiagonal
 from isokron.operators import KronEigen
 from isokron.operators.factors import multiply
 from isokron.optim.blocks import Batch
 from isokron.optim.covariances import (
-    debiased_whole,
+    known_only,
     observe_side_,
     preconditioned_sides,
     sides_of,
     zero_covariances,
 )
 from isokron.optim.engine import Params, Preconditioned
-from isokron.optim.moments import bias
+from isokron.optim.groups import check_factors, check_number
+from isokron.optim.moments import bias, filtered_, first_moment_
 from isokron.optim.settings import HeavyBall
-from isokron.optim.shampoo import check_fraction
 
 BASES = ("qr", "eigh")
 
@@ -31,7 +31,8 @@ class SOAP(Preconditioned):
     The first moment is kept in the basis too: a step rotates the gradient there and the update
     back, and nothing else. `factor_beta`: of the factors, betas[1] by default. `basis`: how it is
     refreshed after its first time, by one "qr" iteration or by "eigh". `tolerance`: a basis that
-    diagonalises its factor to this relative error is left as it is. `shared`: see docs/engine.md.
+    diagonalises its factor to this relative error is left as it is. `graft`: with None, as SOAP was
+    published, a gradient of low rank makes a short step. `shared`: see docs/engine.md.
     """
 
     heavy_ball = True
@@ -43,14 +44,14 @@ class SOAP(Preconditioned):
     def __init__(
         self,
         params: Params,
-        lr: float | Tensor = 3e-3,
+        lr: float | Tensor = 1e-2,
         *,
         betas: tuple[float, float] = (0.9, 0.95),
         factor_beta: float | None = None,
         basis: str = "qr",
         tolerance: float = 0.0,
         factor_dtype: torch.dtype | None = None,
-        graft: str | None = None,
+        graft: str | None = "adam",
         weight_decay: float = 0.1,
         every: int = 10,
         start: int | None = 1,
@@ -76,8 +77,8 @@ class SOAP(Preconditioned):
     def check(self, group: Mapping[str, Any]) -> None:
         if group["basis"] not in BASES:
             raise ValueError(f"SOAP: basis must be one of {BASES}, got {group['basis']!r}")
-        if group["factor_beta"] is not None:
-            check_fraction("SOAP", "factor_beta", group["factor_beta"])
+        check_factors("SOAP", group)
+        check_number("SOAP", "tolerance", group["tolerance"])
 
     def init_state(self, batch: Batch, group: Mapping[str, Any]) -> dict[str, Tensor]:
         sides = preconditioned_sides(batch, group)
@@ -96,8 +97,10 @@ class SOAP(Preconditioned):
         return {f"basis.{i}": self._refreshed(state, i, group) for i in sides_of(state)}
 
     def _refreshed(self, state: dict[str, Tensor], side: int, group: Mapping[str, Any]) -> Tensor:
-        cov = debiased_whole(state, side, _factor_beta(group))
-        old = state[f"basis.{side}"].to(cov.dtype)
+        old = state[f"basis.{side}"]
+        cov = state[f"cov.{side}"]
+        cov = mirror_(cov.to(torch.promote_types(cov.dtype, old.dtype), copy=True))
+        old = old.to(cov.dtype)
         # a basis that was never refreshed is the identity, from which one iteration leads nowhere
         new = (old.diagonal(dim1=-2, dim2=-1) == 1).all(-1)
         if group["basis"] == "eigh" or bool(new.all()):
@@ -109,7 +112,7 @@ class SOAP(Preconditioned):
         if group["tolerance"]:
             fits = ~new & (offdiagonal(cov, old) <= group["tolerance"])
             basis = torch.where(fits[:, None, None], old, basis)
-        return basis.to(state[f"basis.{side}"].dtype)
+        return known_only(basis, f"basis.{side}", state)
 
     def install(
         self, fresh: dict[str, Tensor], state: dict[str, Tensor], group: Mapping[str, Any]
@@ -130,11 +133,13 @@ class SOAP(Preconditioned):
         bases = [state.get(f"basis.{i}") for i in range(grad.ndim - 1)]
         eigen = KronEigen(tuple(bases), state["variance"])
         turned = eigen.rotate(grad)
-        state["rotated"].lerp_(turned, 1 - beta1)
         state["variance"].mul_(beta2).addcmul_(turned, turned, value=1 - beta2)
         deviation = (state["variance"] / bias(beta2, state["step"])).sqrt_().add_(group["eps"])
-        moment = turned if beta1 == 0 else state["rotated"] / bias(beta1, state["step"])
-        return eigen.unrotate(moment.div_(deviation))
+        if group["beta3"] is not None:
+            moment = filtered_(state["rotated"], turned, beta1, group["beta3"], state["step"])
+        else:
+            moment = first_moment_(state["rotated"], turned, beta1, False, state["step"])
+        return eigen.unrotate(moment / deviation)
 
 
 def _factor_beta(group: Mapping[str, Any]) -> float:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from isokron.optim.blocks import Batch, Row
-from isokron.optim.grafting import rescale_
+from isokron.optim.grafting import graft_together
 from isokron.optim.groups import decay_rate, learning_rate
 from isokron.optim.moments import heavy_ball_
 
@@ -26,6 +26,7 @@ class Update:
     state: dict[str, Tensor]
     direction: Tensor  # [B, ...]
     simple: Tensor | None  # the grafted method's direction
+    alone: Tensor | None  # rows that it steps alone. [B], on the CPU
 
     def write_(self, group: Mapping[str, Any], copies: Copies) -> None:
         """W ← W(1 − lr·λ) − lr·P, and the state back to where it lives."""
@@ -46,8 +47,14 @@ def graft_by_parameter_(updates: Sequence[Update], params: Sequence[Tensor]) -> 
     """Lengths compared over all blocks of a parameter, in whatever batches they are."""
     number = {param: i for i, param in enumerate(params)}
     owners = [torch.tensor([number[row.param] for row in update.rows]) for update in updates]
+    owners = [
+        owner if update.alone is None else owner.masked_fill(update.alone, -1)
+        for owner, update in zip(owners, updates, strict=True)
+    ]
     simple = [update.simple for update in updates if update.simple is not None]
-    rescale_([update.direction for update in updates], simple, owners)
+    grafted = graft_together([update.direction for update in updates], simple, owners)
+    for update, direction in zip(updates, grafted, strict=True):
+        update.direction = direction
 
 
 def write_back(copies: Copies) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 YARDSTICK = "adamw"
 ADAMW_LRS = (3e-4, 1e-3, 3e-3, 1e-2)
-STRUCTURED_LRS = (1e-3, 3e-3, 1e-2, 3e-2)
+STRUCTURED_LRS = (3e-3, 1e-2, 3e-2)
 
 # name → (class in isokron, learning rates to try)
 BUILT_IN: dict[str, tuple[str, tuple[float, ...]]] = {
