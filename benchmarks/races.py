@@ -40,8 +40,6 @@ def race(task: str, optimizers: str, seeds: int, out: Path) -> dict[str, Any]:
 def rows(task: str, result: dict[str, Any]) -> list[str]:
     """A line of Markdown an optimizer."""
     standings = {standing["optimizer"]: standing for standing in result["standings"]}
-    adamw = standings["adamw"]
-    whole = STEPS[task] * (adamw["model_seconds"] + adamw["optimizer_seconds"])
     lines = []
     for name, standing in standings.items():
         loss = f"{standing['final']:.4f} ± {standing['spread'] or 0:.4f}"
@@ -49,9 +47,8 @@ def rows(task: str, result: dict[str, Any]) -> list[str]:
         reached = "1" if name == "adamw" else "not reached"
         took = reached
         if found:
-            steps = found["steps"]
-            seconds = steps * (standing["model_seconds"] + standing["optimizer_seconds"])
-            reached, took = f"{steps / STEPS[task]:.2f} ({steps})", f"{seconds / whole:.2f}"
+            reached = f"{found['share']:.2f} ({found['steps']})"
+            took = f"{found['time_share']:.2f}"
         lr = f"{standing['best_lr']:g}"
         lines.append(f"| {task} | {name} | {lr} | {loss} | {reached} | {took} |")
     return lines

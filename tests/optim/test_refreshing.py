@@ -387,9 +387,18 @@ def test_a_delay_that_is_switched_on_later_goes_on_with_the_operator_there_is(me
 
 
 @every_method
-@pytest.mark.parametrize("settings", [{"state_dtype": None}, {"factor_dtype": torch.bfloat16}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"state_dtype": None},
+        {"state_dtype": torch.float64},
+        {"factor_dtype": torch.bfloat16},
+        {"factor_dtype": torch.float64},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_precision_may_be_asked_to_be_low(
+def test_any_precision_may_be_asked_for(
     method: Any, settings: dict[str, Any], dtype: torch.dtype
 ) -> None:
     weight = nn.Parameter(torch.zeros(4, 6, dtype=dtype))

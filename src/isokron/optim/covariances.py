@@ -49,4 +49,4 @@ def known_only(fresh: Tensor, key: str, state: Mapping[str, Tensor]) -> Tensor:
     """The new operator where a gradient has been seen, else the old: zeros say nothing. [B, ...]"""
     trace = state[f"cov.{key.rpartition('.')[2]}"].diagonal(dim1=-2, dim2=-1).sum(-1)
     known = (trace != 0).view(-1, *[1] * (fresh.ndim - 1))
-    return torch.where(known, fresh, state[key].to(fresh.dtype))
+    return torch.where(known, fresh.to(state[key].dtype), state[key])
