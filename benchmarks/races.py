@@ -20,10 +20,10 @@ from timing import conditions
 STEPS = {
     "digits-tiny": 100,
     "digits-small": 100,
-    "mnist-tiny": 100,
-    "mnist-small": 100,
+    "mnist-tiny": 150,
+    "mnist-small": 150,
     "speeches-tiny": 150,
-    "speeches-small": 200,
+    "speeches-small": 120,
 }
 OPTIMIZERS = "adamw,shampoo,soap,katie"
 

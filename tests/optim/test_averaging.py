@@ -125,6 +125,8 @@ def test_adamw_averages_too() -> None:
 def test_without_averaging_both_modes_are_the_same() -> None:
     model = net()
     optimizer = isokron.SOAP(model.parameters())
+    optimizer.eval()
+    assert not optimizer.state
     train(model, optimizer, range(2))
     before = copy.deepcopy(model)
     optimizer.eval()

@@ -20,6 +20,7 @@ from isokron.optim.checks import check_gradients
 from isokron.optim.grafting import graft, graft_direction
 from isokron.optim.groups import (
     check_group,
+    check_method,
     check_param,
     check_settings,
     check_spelling,
@@ -121,24 +122,8 @@ class Preconditioned(torch.optim.Optimizer):
             group["lr"] = group["lr"].clone()  # groups that share it would all scale it in turn
         try:
             check_group(type(self).__name__, group)
+            check_method(type(self), group)
             self.check(group)
-            if group["vectors"] and self.order == 2:
-                raise ValueError(
-                    f"{type(self).__name__}: vectors must be False for a method of matrices, got "
-                    "vectors=True; vectors go to AdamW"
-                )
-            if not self.heavy_ball:
-                for name, off in (("beta3", None), ("dampening", 0.0)):
-                    if group[name] != off:
-                        raise ValueError(
-                            f"{type(self).__name__}: {name} must be {off} here, got {name}="
-                            f"{group[name]!r}; Shampoo, SOAP and Katie have it"
-                        )
-            if group["delay"] and not self.operator:
-                raise ValueError(
-                    f"{type(self).__name__}: delay must be 0 for a method that does not name in "
-                    f"`operator` what its refresh makes, got delay={group['delay']!r}"
-                )
             if len(set(group["params"])) < len(group["params"]):
                 raise ValueError(
                     f"{type(self).__name__}: a parameter is in a group twice and would be "
@@ -187,6 +172,8 @@ class Preconditioned(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _show_mode(self, mode: str) -> None:
+        if not any(group["average"] or group["mode"] == "eval" for group in self.param_groups):
+            return
         for group, plan in zip(self.param_groups, self._current_plans(), strict=True):
             if plan.averages and group["mode"] != mode:
                 plan.averages.show_(mode, group)

@@ -94,6 +94,30 @@ def check_group(optimizer: str, group: Mapping[str, Any]) -> None:
     )
 
 
+def check_method(method: Any, group: Mapping[str, Any]) -> None:
+    """Refuse settings that would do nothing, or nothing sensible, for an optimizer of this kind."""
+
+    def need(ok: bool, name: str, rule: str) -> None:
+        if not ok:
+            raise ValueError(
+                f"{method.__name__}: {name} must be {rule}, got {name}={group[name]!r}"
+            )
+
+    for name, off in (("beta3", None), ("dampening", 0.0)):
+        rule = f"{off} here; Shampoo, SOAP and Katie have it"
+        need(method.heavy_ball or group[name] == off, name, rule)
+    need(
+        not (group["vectors"] and method.order == 2),
+        "vectors",
+        "False for a method of matrices; vectors go to AdamW",
+    )
+    need(
+        not group["delay"] or bool(method.operator),
+        "delay",
+        "0 for a method that does not name in `operator` what its refresh makes",
+    )
+
+
 def check_number(optimizer: str, name: str, value: Any, rule: str = "at least 0") -> None:
     """A finite number of at least 0, or above 0."""
     number = _scalar(value)
