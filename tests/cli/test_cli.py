@@ -179,9 +179,9 @@ def test_help_of_race_names_every_option_and_loads_no_torch():
     assert done.stdout.splitlines()[-1] == "False"
 
 
-def test_shortest_schedules_are_shown_and_may_be_asked_for_later(inside, tmp_path):
+def test_shortest_schedules_are_shown_and_may_be_asked_for_later(tmp_path):
     arguments = toy_race("--steps", "20", *EASY)
-    assert inside(*arguments)[0] == 0
+    assert isokron(*arguments, cwd=tmp_path).returncode == 0
     before = finished_runs(tmp_path)
     done = isokron(*arguments, "--resume", "--shortest", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
