@@ -13,7 +13,7 @@ from isokron.cli.race import conduct, show
 
 STEPS = 150
 # three values around each one's best, found by the full sweeps of `isokron race`
-RATES = {"adamw": (1e-3, 3e-3, 1e-2), "muon": (1e-2, 3e-2, 1e-1), "soap": (3e-3, 1e-2, 3e-2)}
+RATES = {"adamw": (1e-3, 3e-3, 1e-2), "muon": (1e-2, 3e-2, 1e-1), "soap": (1e-2, 3e-2, 1e-1)}
 
 # what may differ between two demos, which replace each other; any other race is somebody's work
 VARYING = ("torch", "isokron", "threads", "machine", "fingerprint")
