@@ -110,7 +110,12 @@ class Preconditioned(torch.optim.Optimizer):
     def check(self, group: Mapping[str, Any]) -> None:
         """Raise a ValueError for settings of the method's own that cannot be right."""
 
-    # The contract of torch.optim.
+    # The contract of torch.optim, and what else users call.
+
+    @property
+    def failed_refreshes(self) -> int:
+        """How many refreshes have failed and left their blocks the operators they had."""
+        return self._refresher.failed
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group at any time; the batches of the others stay as they are."""
@@ -257,11 +262,6 @@ class Preconditioned(torch.optim.Optimizer):
         """Let `optimizer.state` be the plan's state."""
         self.state.update(plan.entries())
         self._shown = Shown(self.state)
-
-    @property
-    def failed_refreshes(self) -> int:
-        """How many refreshes have failed and left their blocks the operators they had."""
-        return self._refresher.failed
 
     def _join(self) -> None:
         """Wait for every refresh that has begun, so that `optimizer.state` is whole."""

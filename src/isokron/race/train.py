@@ -75,8 +75,9 @@ def train(
         tuple(record.eval_steps),
         tuple(record.eval_losses),
         tuple(record.train_losses),
-        _typical(record.model_seconds),
-        _mean(record.optimizer_seconds),
+        # some steps of an optimizer do what the others are spared: its median would hide them
+        _per_step(record.model_seconds, statistics.median),
+        _per_step(record.optimizer_seconds, statistics.mean),
         state_bytes,
         weights,
         batches,
@@ -173,15 +174,9 @@ def _now(model: nn.Module) -> float:
     return time.perf_counter()
 
 
-def _typical(seconds: list[float]) -> float:
+def _per_step(seconds: list[float], typical: Callable[[list[float]], float]) -> float:
     timed = seconds[UNTIMED:] or seconds
-    return statistics.median(timed) if timed else 0.0
-
-
-def _mean(seconds: list[float]) -> float:
-    """Of an optimizer, some of whose steps do what the others are spared."""
-    timed = seconds[UNTIMED:] or seconds
-    return statistics.mean(timed) if timed else 0.0
+    return typical(timed) if timed else 0.0
 
 
 def optimizer_bytes(optimizer: Optimizer) -> int:
