@@ -11,7 +11,7 @@ from isokron.linalg import gram, gram_, mirror_, unfold
 def test_half_of_a_gram_matrix_mirrored_is_the_whole(
     size: int, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gram, "LEAST_BAND", 4)  # so that small matrices have bands
+    monkeypatch.setattr(gram, "LEAST_PANEL", 2)  # so that small matrices have panels
     x = torch.randn(batch, size, 5, dtype=torch.float64)
     start = torch.randn(batch, size, size, dtype=torch.float64)
     start = start + start.mT
@@ -22,11 +22,11 @@ def test_half_of_a_gram_matrix_mirrored_is_the_whole(
     torch.testing.assert_close(mirror_(cov), expected)
 
 
-def test_bands_leave_most_of_the_upper_half_alone() -> None:
+def test_panels_leave_most_of_the_upper_half_alone() -> None:
     cov = torch.zeros(1, 2048, 2048)
     gram_(cov, torch.ones(1, 2048, 1), 1.0, 1.0)
     touched = cov.count_nonzero().item() / cov.numel()
-    assert touched == 10 / 16
+    assert touched == 136 / 256
 
 
 def test_what_is_mirrored_does_not_look_above_the_diagonal() -> None:

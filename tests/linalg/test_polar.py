@@ -1,27 +1,145 @@
+import numpy as np
 import pytest
 import torch
 
-from isokron.linalg import newton_schulz
-from isokron.linalg.polar import POLYNOMIALS
+from isokron.linalg import gram, newton_schulz
+from isokron.linalg.polar import quickest
+from isokron.linalg.polynomials import POLYNOMIALS, Coefficients, schedule
+
+CLASSIC = POLYNOMIALS["classic"][0]
+SAME = ("plain", "symmetric", "gram", "auto")  # ways to one and the same polynomial
 
 
-def naive(matrix: torch.Tensor, steps: int, a: float, b: float, c: float) -> torch.Tensor:
+def naive(matrix: torch.Tensor, triples: list[Coefficients]) -> torch.Tensor:
     """The iteration as the paper writes it, on singular values: x ← ax + bx³ + cx⁵."""
     u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
     s = s / s.square().sum().sqrt()
-    for _ in range(steps):
+    for a, b, c in triples:
         s = a * s + b * s**3 + c * s**5
     return u * s @ vh
 
 
-@pytest.mark.parametrize("shape", [(5, 5), (4, 9), (9, 4), (1, 6), (6, 1)])
+def polar(matrix: torch.Tensor) -> torch.Tensor:
+    u, _, vh = torch.linalg.svd(matrix, full_matrices=False)
+    return u @ vh
+
+
+@pytest.mark.parametrize("shape", [(5, 5), (4, 9), (9, 4), (1, 6), (6, 1), (2, 11, 30)])
 @pytest.mark.parametrize("name", POLYNOMIALS)
+@pytest.mark.parametrize("method", SAME)
+@pytest.mark.parametrize("panel", [2, 128])
 def test_iteration_is_the_polynomial_of_the_singular_values(
-    shape: tuple[int, int], name: str
+    shape: tuple[int, ...], name: str, method: str, panel: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(gram, "LEAST_PANEL", panel)  # so that small matrices have panels
     matrix = torch.randn(shape, dtype=torch.float64)
-    expected = naive(matrix, 5, *POLYNOMIALS[name])
-    torch.testing.assert_close(newton_schulz(matrix, 5, name), expected, rtol=1e-10, atol=1e-12)
+    for steps in (0, 1, 5, 9):
+        expected = (
+            naive(matrix, schedule(name, steps))
+            if matrix.ndim == 2
+            else torch.stack([naive(one, schedule(name, steps)) for one in matrix])
+        )
+        computed = newton_schulz(matrix, steps, name, method=method)
+        torch.testing.assert_close(computed, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("shape", [(70, 70), (40, 130), (600, 700)])
+@pytest.mark.parametrize("name", ["classic", "polar_express", "cans"])
+@pytest.mark.parametrize("method", SAME)
+def test_every_method_keeps_the_accuracy_of_float32(
+    shape: tuple[int, int], name: str, method: str
+) -> None:
+    matrix = torch.randn(shape)
+    expected = naive(matrix.double(), schedule(name, 5)).float()
+    computed = newton_schulz(matrix, 5, name, method=method)
+    # a square matrix has singular values which its Gram matrix in float32 knows to a few digits
+    near = 5e-3 if method == "gram" else 1e-5
+    torch.testing.assert_close(computed, expected, rtol=0.0, atol=near)
+
+
+@pytest.mark.parametrize("shape", [(6, 6), (6, 20), (20, 6), (3, 5, 8)])
+def test_eigh_gives_the_polar_factor_itself(shape: tuple[int, ...]) -> None:
+    matrix = torch.randn(shape, dtype=torch.float64)
+    torch.testing.assert_close(newton_schulz(matrix, method="eigh"), polar(matrix))
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (64, 200)])
+@pytest.mark.parametrize("rank", [1, 20, 64])
+def test_in_float32_eigh_is_closer_to_the_polar_factor_than_five_steps(
+    shape: tuple[int, int], rank: int
+) -> None:
+    u, s, vh = torch.linalg.svd(torch.randn(shape, dtype=torch.float64), full_matrices=False)
+    s[rank:] = 0
+    matrix = (u * s @ vh).float()
+    truth = u[:, :rank] @ vh[:rank]
+    errors = [
+        torch.linalg.matrix_norm(
+            truth @ vh[:rank].mT - newton_schulz(matrix, method=way).double() @ vh[:rank].mT
+        )
+        for way in ("eigh", "plain")
+    ]
+    assert errors[0] < errors[1]
+    # directions that are only rounding are not blown up beyond one
+    assert torch.linalg.matrix_norm(newton_schulz(matrix, method="eigh"), 2) < 1.2
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (7, 19), (19, 7), (3, 6, 10)])
+def test_reference_is_the_published_loop_to_the_bit(shape: tuple[int, ...]) -> None:
+    matrix = torch.randn(shape)
+    a, b, c = CLASSIC
+    x = matrix.bfloat16()
+    if x.size(-2) > x.size(-1):
+        x = x.mT
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(5):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    if matrix.size(-2) > matrix.size(-1):
+        x = x.mT
+    assert torch.equal(newton_schulz(matrix, method="reference"), x.float())
+    assert torch.equal(newton_schulz(matrix.bfloat16(), method="reference"), x)
+
+
+def remez(low: float, high: float) -> Coefficients:
+    """The odd quintic closest to 1 on [low, high]: its error alternates at four points."""
+    points = np.array([low, (3 * low + high) / 4, (low + 3 * high) / 4, high])
+    for _ in range(60):
+        system = np.stack([points, points**3, points**5, [1, -1, 1, -1]], axis=1)
+        a, b, c, _ = np.linalg.solve(system, np.ones(4))
+        points[1:3] = np.sort(np.sqrt(np.roots([5 * c, 3 * b, a]).real))  # where p′ = 0
+    return float(a), float(b), float(c)
+
+
+def test_cans_is_what_remez_finds_step_by_step() -> None:
+    low, high = 1e-3, 1.0
+    for triple in schedule("cans", 6):
+        a, b, c = remez(low, high)
+        np.testing.assert_allclose(triple, (a, b, c), rtol=1e-6)
+        low = a * low + b * low**3 + c * low**5
+        high = 2 - low
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "error"),
+    [("classic", 5, 0.54), ("polar_express", 5, 0.16), ("cans", 5, 0.12), ("cans", 8, 1e-7)],
+)
+def test_schedules_bring_all_singular_values_near_one(name: str, steps: int, error: float) -> None:
+    x = torch.logspace(-3, 0, 10_001, dtype=torch.float64)
+    for a, b, c in schedule(name, steps):
+        x = a * x + b * x**3 + c * x**5
+    assert 0.9 * error < (1 - x).abs().max() < error or error < 1e-6
+
+
+def test_a_choice_is_never_less_exact_than_what_was_asked_for() -> None:
+    classic = schedule("classic", 5)
+    for rows in (16, 256, 512, 1024, 4096):
+        for cols in (rows, 2 * rows, 8 * rows):
+            float32 = quickest(rows, cols, "cpu", torch.float32, classic)
+            assert float32 in ("plain", "symmetric", "gram")  # eigh only where nothing is asked
+            # Gram matrices square the condition: not in half precision, and not for many steps
+            assert quickest(rows, cols, "cpu", torch.bfloat16, classic) != "gram"
+            steep = schedule("polar_express", 12)
+            assert quickest(rows, cols, "cpu", torch.float32, steep) != "gram"
 
 
 def test_a_batch_is_its_matrices_one_by_one() -> None:
@@ -34,20 +152,13 @@ def test_a_batch_is_its_matrices_one_by_one() -> None:
 
 def test_exact_polynomial_converges_to_the_polar_factor() -> None:
     matrix = torch.randn(6, 10, dtype=torch.float64)
-    u, _, vh = torch.linalg.svd(matrix, full_matrices=False)
-    torch.testing.assert_close(newton_schulz(matrix, 40, "exact"), u @ vh)
+    torch.testing.assert_close(newton_schulz(matrix, 40, "exact"), polar(matrix))
 
 
 def test_one_triple_a_step_is_a_schedule() -> None:
     matrix = torch.randn(4, 6, dtype=torch.float64)
-    triples = [POLYNOMIALS["classic"]] * 3 + [POLYNOMIALS["exact"]] * 2
-    first = newton_schulz(matrix, 3, "classic")
-    # the second leg must not be normalised again, so compare on the singular values
-    u, s, vh = torch.linalg.svd(first, full_matrices=False)
-    a, b, c = POLYNOMIALS["exact"]
-    for _ in range(2):
-        s = a * s + b * s**3 + c * s**5
-    torch.testing.assert_close(newton_schulz(matrix, 5, triples), u * s @ vh)
+    triples = schedule("classic", 3) + schedule("exact", 2)
+    torch.testing.assert_close(newton_schulz(matrix, 5, triples), naive(matrix, triples))
 
 
 def test_dtype_is_that_of_the_iteration_and_not_of_the_result() -> None:
@@ -58,17 +169,31 @@ def test_dtype_is_that_of_the_iteration_and_not_of_the_result() -> None:
     assert newton_schulz(matrix.bfloat16()).dtype is torch.bfloat16
 
 
+@pytest.mark.parametrize("method", [*SAME, "eigh"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("exponent", [-120, -60, 60, 120])
-def test_the_scale_of_a_matrix_does_not_matter(exponent: int, dtype: torch.dtype | None) -> None:
+def test_the_scale_of_a_matrix_does_not_matter(
+    exponent: int, dtype: torch.dtype | None, method: str
+) -> None:
     matrix = torch.randn(2, 8, 12)
-    scaled = newton_schulz(matrix * 2.0**exponent, dtype=dtype)
-    assert torch.equal(scaled, newton_schulz(matrix, dtype=dtype))
+    scaled = newton_schulz(matrix * 2.0**exponent, dtype=dtype, method=method)
+    assert torch.equal(scaled, newton_schulz(matrix, dtype=dtype, method=method))
 
 
-def test_zero_and_empty_matrices_stay_what_they_are() -> None:
+@pytest.mark.parametrize("method", [*SAME, "eigh", "reference"])
+def test_zero_and_empty_matrices_stay_what_they_are(method: str) -> None:
     for shape in [(3, 4), (2, 0, 5), (0, 3, 4)]:
-        assert torch.equal(newton_schulz(torch.zeros(shape)), torch.zeros(shape))
+        assert torch.equal(newton_schulz(torch.zeros(shape), method=method), torch.zeros(shape))
+
+
+@pytest.mark.parametrize("method", [*SAME, "eigh"])
+def test_one_bad_matrix_spoils_no_other(method: str) -> None:
+    matrices = torch.randn(3, 4, 6)
+    whole = newton_schulz(matrices, method=method)
+    matrices[1, 2, 3] = torch.nan
+    spoilt = newton_schulz(matrices, method=method)
+    assert spoilt[1].isnan().all()
+    torch.testing.assert_close(spoilt[[0, 2]], whole[[0, 2]])
 
 
 def test_a_batch_larger_than_a_chunk_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,6 +210,7 @@ def test_a_batch_larger_than_a_chunk_is_the_same(monkeypatch: pytest.MonkeyPatch
         ({"coefficients": (1.0, 2.0)}, "one triple"),
         ({"coefficients": [(1.0, 2.0, 3.0)] * 2, "steps": 3}, "one a step"),
         ({"steps": -1}, "steps must be"),
+        ({"method": "svd"}, "method must be one of"),
     ],
 )
 def test_wrong_arguments_are_named(settings: dict[str, object], message: str) -> None:

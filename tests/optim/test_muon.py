@@ -7,14 +7,14 @@ import torch
 from torch import nn
 
 import isokron
-from isokron.linalg.polar import POLYNOMIALS
+from isokron.linalg.polynomials import POLYNOMIALS
 
 
 def naive_muon(
     weight: torch.Tensor, grads: torch.Tensor, lr: float, mu: float, decay: float, nesterov: bool
 ) -> torch.Tensor:
     """B ← μB + G, W ← W − lr(0.2√max(m,n) · NS₅(B) + λW), in the order the paper gives."""
-    a, b, c = POLYNOMIALS["classic"]
+    a, b, c = POLYNOMIALS["classic"][0]
     momentum = torch.zeros_like(weight)
     for grad in grads:
         momentum = mu * momentum + grad

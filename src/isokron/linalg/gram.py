@@ -1,13 +1,13 @@
-"""Gram matrices of every dimension of a batch of blocks, of which only half is ever new."""
+"""Products known to be symmetric, Gram matrices first of all: only half of them is ever new."""
 
 from collections.abc import Iterator
 
 from torch import Tensor
 
-# A product cut into bands of rows, each up to the diagonal, does little more than half the work.
-# It pays where bands are wide enough to run at the speed of a large product.
-LEAST_BAND = 256
-BANDS = 4
+# A product cut into panels of columns, each from the diagonal down, does little more than half the
+# work. Panels are as narrow as still run at the speed of a large product, and no more than PANELS.
+LEAST_PANEL = 128
+PANELS = 16
 
 
 def unfold(x: Tensor, dim: int) -> Tensor:
@@ -24,28 +24,36 @@ def gram_(cov: Tensor, x: Tensor, decay: float, weight: float) -> None:
 
     What stands above the diagonal afterwards has no meaning; `mirror_` gives it one.
     """
-    bands = list(_bands(cov.size(-1)))
-    if len(bands) == 1:
-        cov.baddbmm_(x, x.mT, beta=decay, alpha=weight)
+    symmetric_(cov, x, x.mT, decay, weight)
+
+
+def symmetric_(out: Tensor, left: Tensor, right: Tensor, decay: float, weight: float) -> None:
+    """out ← decay·out + weight·left·right where that is symmetric, on and below the diagonal.
+
+    Products of symmetric matrices that commute are: AB = (AB)ᵀ. [B, d, d], [B, d, n], [B, n, d]
+    """
+    panels = list(_panels(out.size(-1)))
+    if len(panels) == 1:
+        out.baddbmm_(left, right, beta=decay, alpha=weight)
         return
-    for one, rows_of in zip(cov, x, strict=True):  # a batched product would copy the windows
-        for rows, cols in bands:
-            one[rows, cols].addmm_(rows_of[rows], rows_of[cols].mT, beta=decay, alpha=weight)
+    for one, rows, columns in zip(out, left, right, strict=True):  # a batch would copy the windows
+        for panel in panels:
+            below = slice(panel.start, None)
+            one[below, panel].addmm_(rows[below], columns[:, panel], beta=decay, alpha=weight)
 
 
 def mirror_(cov: Tensor) -> Tensor:
     """Copy what is below the diagonal to above it. [B, d, d]"""
-    for rows, _ in _bands(cov.size(-1)):
-        square = cov[:, rows, rows]
+    for panel in _panels(cov.size(-1)):
+        square = cov[:, panel, panel]
         square.copy_(square.tril() + square.tril(-1).mT)
-        left = slice(0, rows.start)
-        cov[:, left, rows] = cov[:, rows, left].mT
+        below = slice(panel.stop, None)
+        cov[:, panel, below] = cov[:, below, panel].mT
     return cov
 
 
-def _bands(size: int) -> Iterator[tuple[slice, slice]]:
-    """Bands of rows, each with the columns up to its own last: a lower block triangle."""
-    width = max(LEAST_BAND, -(-size // BANDS)) if size >= 2 * LEAST_BAND else max(size, 1)
+def _panels(size: int) -> Iterator[slice]:
+    """Ranges of columns, one after the other; one for a matrix too small to be cut."""
+    width = max(LEAST_PANEL, -(-size // PANELS)) if size >= 4 * LEAST_PANEL else max(size, 1)
     for start in range(0, size, width):
-        stop = min(start + width, size)
-        yield slice(start, stop), slice(0, stop)
+        yield slice(start, min(start + width, size))

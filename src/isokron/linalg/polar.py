@@ -1,20 +1,15 @@
-"""The polar factor of a matrix: U Vᵀ where the matrix is U S Vᵀ, by matrix products alone."""
+"""The polar factor of a matrix: U Vᵀ where the matrix is U S Vᵀ."""
 
-from collections.abc import Sequence
+import math
 
 import torch
 from torch import Tensor
 
-Coefficients = tuple[float, float, float]
+from isokron.linalg.eigen import eigh
+from isokron.linalg.gram import gram_, mirror_, symmetric_
+from isokron.linalg.polynomials import Choice, Coefficients, schedule
 
-# Odd quintics p(x) = a x + b x³ + c x⁵, applied to every singular value at once.
-# "classic": the slope at zero is as large as it can be while [0, 1] stays near 1 (K. Jordan, 2024).
-# "exact": the Taylor polynomial; slow from small singular values, but converges to 1 to the bit.
-POLYNOMIALS: dict[str, Coefficients] = {
-    "classic": (3.4445, -4.7750, 2.0315),
-    "exact": (15 / 8, -10 / 8, 3 / 8),
-}
-
+METHODS = ("auto", "plain", "symmetric", "gram", "eigh", "reference")
 
 # So many bytes of matrices are iterated on at a time: what the caches of a CPU hold, and enough to
 # keep a device busy. It bounds the memory that the intermediate products of a large batch take.
@@ -25,21 +20,29 @@ DEVICE_CHUNK = 2**28
 def newton_schulz(
     matrix: Tensor,
     steps: int = 5,
-    coefficients: str | Coefficients | Sequence[Coefficients] = "classic",
+    coefficients: Choice | None = None,
     dtype: torch.dtype | None = None,
     eps: float = 1e-7,
+    method: str = "auto",
 ) -> Tensor:
     """X ← aX + (bA + cA²)X with A = XXᵀ, from X₀ = matrix/‖matrix‖, `steps` times. [..., m, n]
 
-    `coefficients`: a name in POLYNOMIALS, one triple for all steps, or one triple a step.
+    `coefficients`: a name in POLYNOMIALS, one triple for all steps, or one triple a step. None is
+    "classic", or anything closer to the polar factor that is quicker to compute.
     `dtype`: of the iteration; by default bfloat16 on accelerators and at least float32 on CPU,
     where half-precision products are many times slower.
+    `method`: how it is computed. "plain" is the formula; "symmetric" computes half of A and of A²;
+    "gram" iterates on A alone and multiplies X once; "eigh" is the exact polar factor, whatever
+    the steps; "auto" takes the one measured to be quickest (`quickest`). "reference" is the plain
+    loop in bfloat16 as Muon was published, to the bit.
     """
     if matrix.ndim < 2:
         raise ValueError(
             f"newton_schulz needs matrices [..., m, n], got shape {tuple(matrix.shape)}"
         )
-    triples = schedule(coefficients, steps)
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {METHODS}, got {method!r}")
+    triples = schedule("classic" if coefficients is None else coefficients, steps)
     if matrix.numel() == 0:
         return matrix.clone()
     wide = torch.promote_types(matrix.dtype, torch.float32)
@@ -48,21 +51,130 @@ def newton_schulz(
     tall = matrix.size(-2) > matrix.size(-1)
     stack = matrix.mT if tall else matrix  # A = XXᵀ is then on the short side
     stack = stack.reshape(-1, *stack.shape[-2:])
+    if method == "auto":
+        exact = coefficients is None and steps == 5
+        rows, cols = stack.shape[-2:]
+        method = quickest(rows, cols, matrix.device.type, dtype, triples, exact)
     limit = CPU_CHUNK if matrix.device.type == "cpu" else DEVICE_CHUNK
-    chunks = stack.split(max(1, limit // (stack[0].numel() * stack.element_size())))
-    parts = [_iterate_(_scaled(chunk.to(wide)).to(dtype), triples, eps) for chunk in chunks]
+    size = max(1, limit // (stack[0].numel() * stack.element_size()))
+    if method == "eigh":
+        size = max(size, torch.get_num_threads())  # matrices are decomposed one a core
+    parts = [_polar(chunk, method, triples, wide, dtype, eps) for chunk in stack.split(size)]
     x = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(matrix.dtype)
     x = x.reshape(*matrix.shape[:-2], *x.shape[-2:])
     return x.mT if tall else x
 
 
-def _iterate_(x: Tensor, triples: Sequence[Coefficients], eps: float) -> Tensor:
+def quickest(
+    rows: int,
+    cols: int,
+    device: str,
+    dtype: torch.dtype,
+    triples: list[Coefficients],
+    exact: bool = False,
+) -> str:
+    """The method for matrices of rows ≤ cols, as benchmarks/kernels.py measured them.
+
+    `exact`: whether the polar factor itself will do, rather than the polynomial of the triples.
+    """
+    # A's smallest eigenvalues are known to rounding only, which the square of the slope enlarges
+    slope = math.prod([a for a, _, _ in triples])
+    resolved = slope**2 * torch.finfo(dtype).eps < 1
+    if device != "cpu":
+        return "symmetric"
+    if exact and rows >= 512 and dtype in (torch.float32, torch.float64):
+        return "eigh"
+    if resolved and rows >= 128 and cols >= 2 * rows:
+        return "gram"
+    return "symmetric" if rows >= 512 else "plain"
+
+
+def _polar(
+    chunk: Tensor,
+    method: str,
+    triples: list[Coefficients],
+    wide: torch.dtype,
+    dtype: torch.dtype,
+    eps: float,
+) -> Tensor:
+    if method == "reference":
+        return _reference(chunk, triples, eps)
+    x = _scaled(chunk.to(wide))
+    if method == "eigh":
+        return _exact(x)
+    x = x.to(dtype)
     x.div_(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=eps))
+    return _ITERATIONS[method](x, triples)
+
+
+def _plain(x: Tensor, triples: list[Coefficients]) -> Tensor:
     for a, b, c in triples:
         gram = x @ x.mT
         gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, gram, x, beta=a)
     return x
+
+
+def _symmetric(x: Tensor, triples: list[Coefficients]) -> Tensor:
+    for a, b, c in triples:
+        gram = mirror_(_half_gram(x))
+        x = torch.baddbmm(x, _times(gram, gram, gram, b, c), x, beta=a)
+    return x
+
+
+def _gram_space(x: Tensor, triples: list[Coefficients]) -> Tensor:
+    """With H = aI + bA + cA²: X ← HX makes A ← HAH, so A tells all H, and X = H⋯H X₀.
+
+    All are polynomials of the first A: they commute, and their products are symmetric.
+    """
+    if not triples:
+        return x
+    gram = mirror_(_half_gram(x))
+    product = gram  # of the factors; the first step overwrites it
+    for step, (a, b, c) in enumerate(triples, 1):
+        factor = _times(gram, gram, gram, b, c)
+        factor.diagonal(dim1=-2, dim2=-1).add_(a)
+        product = factor if step == 1 else _times(None, factor, product)
+        if step < len(triples):
+            gram = _times(None, factor, _times(None, factor, gram))
+    return product @ x
+
+
+def _half_gram(x: Tensor) -> Tensor:
+    """XXᵀ, on and below the diagonal. [B, m, n] → [B, m, m]"""
+    gram = x.new_empty(*x.shape[:-1], x.size(-2))
+    gram_(gram, x, 0.0, 1.0)
+    return gram
+
+
+def _times(
+    start: Tensor | None, left: Tensor, right: Tensor, decay: float = 0.0, weight: float = 1.0
+) -> Tensor:
+    """decay·start + weight·left·right, which is symmetric, computed by half. [B, d, d]"""
+    out = torch.empty_like(left) if start is None else start.clone()
+    symmetric_(out, left, right, decay, weight)
+    return mirror_(out)
+
+
+def _exact(x: Tensor) -> Tensor:
+    """(XXᵀ)^(−½) X. Singular values that rounding drowns in XXᵀ come out below one, not above."""
+    values, vectors = eigh(_half_gram(x))  # which reads the lower half only
+    info = torch.finfo(x.dtype)
+    floor = (4 * info.eps * values[..., -1:]).clamp(min=info.tiny)
+    root = _times(None, vectors * values.maximum(floor).rsqrt().unsqueeze(-2), vectors.mT)
+    return root @ x
+
+
+def _reference(chunk: Tensor, triples: list[Coefficients], eps: float) -> Tensor:
+    x = chunk.bfloat16()
+    x = x / (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) + eps)
+    for a, b, c in triples:
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x
+
+
+_ITERATIONS = {"plain": _plain, "symmetric": _symmetric, "gram": _gram_space}
 
 
 def _scaled(x: Tensor) -> Tensor:
@@ -73,29 +185,3 @@ def _scaled(x: Tensor) -> Tensor:
     low, high = x.flatten(1).aminmax(dim=1)
     exponent = torch.frexp(torch.maximum(-low, high)).exponent
     return torch.ldexp(x, -exponent.view(-1, 1, 1))
-
-
-def schedule(
-    coefficients: str | Coefficients | Sequence[Coefficients], steps: int
-) -> Sequence[Coefficients]:
-    if not isinstance(steps, int) or steps < 0:
-        raise ValueError(f"steps must be an integer of at least 0, got {steps!r}")
-    if isinstance(coefficients, str):
-        if coefficients not in POLYNOMIALS:
-            raise ValueError(
-                f"coefficients must be one of {sorted(POLYNOMIALS)} or triples (a, b, c), "
-                f"got {coefficients!r}"
-            )
-        return [POLYNOMIALS[coefficients]] * steps
-    triples = list(coefficients)
-    if len(triples) == 3 and all(isinstance(c, (int, float)) for c in triples):
-        a, b, c = triples
-        return [(a, b, c)] * steps  # type: ignore[list-item]
-    if len(triples) != steps or any(
-        not isinstance(triple, Sequence) or len(triple) != 3 for triple in triples
-    ):
-        raise ValueError(
-            f"coefficients must be one triple (a, b, c) or one a step ({steps}), "
-            f"got {coefficients!r}"
-        )
-    return triples  # type: ignore[return-value]

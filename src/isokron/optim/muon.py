@@ -1,12 +1,12 @@
 """Muon: momentum, orthogonalised (K. Jordan et al., 2024; scale of 2502.16982)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
-from isokron.linalg.polar import Coefficients, schedule
+from isokron.linalg.polynomials import Choice, schedule
 from isokron.optim.engine import Params, Preconditioned
 from isokron.optim.settings import Shared
 from isokron.optim.spectral import SCALES, spectral_direction
@@ -34,7 +34,7 @@ class Muon(Preconditioned):
         weight_decay: float = 0.1,
         scale: str = "match_rms_adamw",
         steps: int = 5,
-        coefficients: str | Coefficients | Sequence[Coefficients] = "classic",
+        coefficients: Choice = "classic",
         dtype: torch.dtype | None = None,
         graft: str | None = None,
         betas: tuple[float, float] = (0.9, 0.99),

@@ -1,13 +1,12 @@
 """Spectral descent: the steepest direction in the spectral norm, for matrices of any optimizer."""
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from isokron.linalg import newton_schulz
-from isokron.linalg.polar import Coefficients
+from isokron.linalg.polynomials import Choice
 
 SCALES = ("match_rms_adamw", "original")
 
@@ -16,7 +15,7 @@ def spectral_direction(
     moment: Tensor,
     scale: str = "match_rms_adamw",
     steps: int = 5,
-    coefficients: str | Coefficients | Sequence[Coefficients] = "classic",
+    coefficients: Choice = "classic",
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """scale · polar(M). [B, m, n]
