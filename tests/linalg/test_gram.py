@@ -22,6 +22,19 @@ def test_half_of_a_gram_matrix_mirrored_is_the_whole(
     torch.testing.assert_close(mirror_(cov), expected)
 
 
+@pytest.mark.parametrize("size", [1, 7, 8, 30])
+def test_symmetric_products_are_the_whole_product(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gram, "LEAST_PANEL", 2)
+    x = torch.randn(3, size, 5, dtype=torch.float64)
+    a = gram.symmetric_product(x, x.mT)
+    torch.testing.assert_close(a, x @ x.mT)
+    square = gram.symmetric_product(a, a, a, 0.3, -0.7)
+    torch.testing.assert_close(square, 0.3 * a - 0.7 * a @ a)
+    torch.testing.assert_close(gram.symmetric_product(a, square), a @ square)
+
+
 def test_panels_leave_most_of_the_upper_half_alone() -> None:
     cov = torch.zeros(1, 2048, 2048)
     gram_(cov, torch.ones(1, 2048, 1), 1.0, 1.0)

@@ -24,14 +24,40 @@ def gram_(cov: Tensor, x: Tensor, decay: float, weight: float) -> None:
 
     What stands above the diagonal afterwards has no meaning; `mirror_` gives it one.
     """
-    symmetric_(cov, x, x.mT, decay, weight)
+    _lower_(cov, x, x.mT, decay, weight)
 
 
-def symmetric_(out: Tensor, left: Tensor, right: Tensor, decay: float, weight: float) -> None:
-    """out ← decay·out + weight·left·right where that is symmetric, on and below the diagonal.
+def symmetric_product(
+    left: Tensor,
+    right: Tensor,
+    start: Tensor | None = None,
+    decay: float = 1.0,
+    weight: float = 1.0,
+) -> Tensor:
+    """decay·start + weight·left·right where that is symmetric. [B, d, n], [B, n, d] → [B, d, d]
 
-    Products of symmetric matrices that commute are: AB = (AB)ᵀ. [B, d, d], [B, d, n], [B, n, d]
+    XXᵀ is, and the product AB of symmetric matrices that commute.
     """
+    if start is None:
+        out, decay = left.new_empty(len(left), left.size(1), left.size(1)), 0.0
+    else:
+        out = start.clone()
+    _lower_(out, left, right, decay, weight)
+    _raise_(out)
+    return out
+
+
+def mirror_(cov: Tensor) -> Tensor:
+    """Copy what is below the diagonal to above it. [B, d, d]"""
+    for panel in _panels(cov.size(-1)):
+        square = cov[:, panel, panel]
+        square.copy_(square.tril() + square.tril(-1).mT)
+    _raise_(cov)
+    return cov
+
+
+def _lower_(out: Tensor, left: Tensor, right: Tensor, decay: float, weight: float) -> None:
+    """out ← decay·out + weight·left·right: panel by panel, from the square on the diagonal down."""
     panels = list(_panels(out.size(-1)))
     if len(panels) == 1:
         out.baddbmm_(left, right, beta=decay, alpha=weight)
@@ -42,14 +68,11 @@ def symmetric_(out: Tensor, left: Tensor, right: Tensor, decay: float, weight: f
             one[below, panel].addmm_(rows[below], columns[:, panel], beta=decay, alpha=weight)
 
 
-def mirror_(cov: Tensor) -> Tensor:
-    """Copy what is below the diagonal to above it. [B, d, d]"""
-    for panel in _panels(cov.size(-1)):
-        square = cov[:, panel, panel]
-        square.copy_(square.tril() + square.tril(-1).mT)
+def _raise_(out: Tensor) -> None:
+    """Copy what is below the squares on the diagonal to the right of them."""
+    for panel in _panels(out.size(-1)):
         below = slice(panel.stop, None)
-        cov[:, panel, below] = cov[:, below, panel].mT
-    return cov
+        out[:, panel, below] = out[:, below, panel].mT
 
 
 def _panels(size: int) -> Iterator[slice]:

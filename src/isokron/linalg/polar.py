@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from isokron.linalg.eigen import eigh
-from isokron.linalg.gram import gram_, mirror_, symmetric_
+from isokron.linalg.gram import symmetric_product
 from isokron.linalg.polynomials import Choice, Coefficients, schedule
 
 METHODS = ("auto", "plain", "symmetric", "gram", "eigh", "reference")
@@ -117,8 +117,8 @@ def _plain(x: Tensor, triples: list[Coefficients]) -> Tensor:
 
 def _symmetric(x: Tensor, triples: list[Coefficients]) -> Tensor:
     for a, b, c in triples:
-        gram = mirror_(_half_gram(x))
-        x = torch.baddbmm(x, _times(gram, gram, gram, b, c), x, beta=a)
+        gram = symmetric_product(x, x.mT)
+        x = torch.baddbmm(x, symmetric_product(gram, gram, gram, b, c), x, beta=a)
     return x
 
 
@@ -129,40 +129,24 @@ def _gram_space(x: Tensor, triples: list[Coefficients]) -> Tensor:
     """
     if not triples:
         return x
-    gram = mirror_(_half_gram(x))
+    gram = symmetric_product(x, x.mT)
     product = gram  # of the factors; the first step overwrites it
     for step, (a, b, c) in enumerate(triples, 1):
-        factor = _times(gram, gram, gram, b, c)
+        factor = symmetric_product(gram, gram, gram, b, c)
         factor.diagonal(dim1=-2, dim2=-1).add_(a)
-        product = factor if step == 1 else _times(None, factor, product)
+        product = factor if step == 1 else symmetric_product(factor, product)
         if step < len(triples):
-            gram = _times(None, factor, _times(None, factor, gram))
+            gram = symmetric_product(factor, symmetric_product(factor, gram))
     return product @ x
-
-
-def _half_gram(x: Tensor) -> Tensor:
-    """XXᵀ, on and below the diagonal. [B, m, n] → [B, m, m]"""
-    gram = x.new_empty(*x.shape[:-1], x.size(-2))
-    gram_(gram, x, 0.0, 1.0)
-    return gram
-
-
-def _times(
-    start: Tensor | None, left: Tensor, right: Tensor, decay: float = 0.0, weight: float = 1.0
-) -> Tensor:
-    """decay·start + weight·left·right, which is symmetric, computed by half. [B, d, d]"""
-    out = torch.empty_like(left) if start is None else start.clone()
-    symmetric_(out, left, right, decay, weight)
-    return mirror_(out)
 
 
 def _exact(x: Tensor) -> Tensor:
     """(XXᵀ)^(−½) X. Singular values that rounding drowns in XXᵀ come out below one, not above."""
-    values, vectors = eigh(_half_gram(x))  # which reads the lower half only
+    values, vectors = eigh(symmetric_product(x, x.mT))
     info = torch.finfo(x.dtype)
     floor = (4 * info.eps * values[..., -1:]).clamp(min=info.tiny)
-    root = _times(None, vectors * values.maximum(floor).rsqrt().unsqueeze(-2), vectors.mT)
-    return root @ x
+    inverse = values.maximum(floor).rsqrt().unsqueeze(-2)
+    return symmetric_product(vectors * inverse, vectors.mT) @ x
 
 
 def _reference(chunk: Tensor, triples: list[Coefficients], eps: float) -> Tensor:
