@@ -1,7 +1,6 @@
 """The Triton kernels without a GPU: run by the interpreter, and compiled for GPUs not at hand."""
 
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -50,10 +49,11 @@ def compiled_anew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def adamw(folder: Path, capability: int, **flags: bool) -> Machine:
     kernel = triton_adamw._adamw_kernel
     off = dict.fromkeys([name for name in kernel.arg_names if name.isupper()], False)
-    numbers = ("lr", "decay", "beta1", "beta2", "eps", "scale", "root")
-    signature = {"table": "*i64", "work": "*i64", **dict.fromkeys(numbers, "fp32")}
+    numbers = ("lr", "decay", "beta1", "beta2", "eps")
+    signature = {"table": "*i64", "work": "*i64", "powers": "*fp32"}
+    signature |= dict.fromkeys(numbers, "fp32")
     signature |= dict.fromkeys(("tensors", "chunks", "step", "seed"), "i32")
-    on = {"ALIGNED": True, "DECAY": True, "DEVICE_POWER": True, "BLOCK": triton_adamw.BLOCK}
+    on = {"ALIGNED": True, "DECAY": True, "BLOCK": triton_adamw.BLOCK}
     return machine_code(
         kernel, capability, signature, off | on | flags, triton_adamw.OPTIONS, (), folder
     )
@@ -94,9 +94,9 @@ def test_adamw_loads_16_bytes_at_a_time_and_keeps_to_its_registers(
     assert (low.count("LDG.E.128"), low.count("STG.E.128")) == (6, 5)
     most = adamw(compiled_anew, capability, AMSGRAD=True, MAXIMIZE=True)
     assert (most.count("LDG.E.128"), most.count("STG.E.128")) == (10, 8)
-    for machine in (code, low, most):
-        assert machine.spills == 0
-        assert machine.registers <= 64  # 1024 threads a processor, and more
+    assert code.spills == low.spills == most.spills == 0
+    assert max(code.registers, most.registers) <= 64  # 8 blocks, 1024 threads a processor
+    assert low.registers <= 96  # Philox has its price: 5 blocks
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
@@ -112,21 +112,16 @@ def test_adamw_loads_single_elements_of_tensors_at_odd_addresses(
 def test_adamw_rounds_where_the_source_says_and_nowhere_else(
     compiled_anew: Path, capability: int
 ) -> None:
+    code = adamw(compiled_anew, capability)
     elements = 2 * 8  # of a thread, once with and once without a mask
-    code = adamw(compiled_anew, capability, DEVICE_POWER=False)
-    wanted = {"fma": 5, "div": 2, "sqrt": 1, "mul": 2, "add": 1, "sub": 1}
+    wanted = {"fma": 5, "mul": 2, "add": 1, "div": 2, "sqrt": 1}
+    once = {"div": 1, "sqrt": 1}  # the bias corrections
     for operation, each in wanted.items():
-        assert code.float32(operation) == each * elements
-        # without .rn the assembler would be free to fuse or to approximate
-        assert code.float32(f"{operation}.rn") == each * elements
+        assert code.float32(operation) == each * elements + once.get(operation, 0)
+    # without .rn the assembler would be free to fuse or to approximate
+    for operation in (*wanted, "sub"):
+        assert code.float32(operation) == code.float32(f"{operation}.rn")
     assert "ftz" not in code.ptx
-
-
-@pytest.mark.parametrize("capability", [80, 90, 100])
-def test_the_power_of_adamw_keeps_subnormals(compiled_anew: Path, capability: int) -> None:
-    ptx = adamw(compiled_anew, capability).ptx
-    # the one that powf has in any case, of a number near one
-    assert set(re.findall(r"\S*ftz\S*", ptx)) == {"rcp.approx.ftz.f32"}
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])

@@ -4,10 +4,10 @@ m ← β₁m + (g − β₁g), v ← β₂v + (g² − β₂g²)
 p ← p − (lr·λ)p − (lr/(1−β₁ᵗ) · m) / (√v/√(1−β₂ᵗ) + ε)      (Loshchilov and Hutter, 1711.05101)
 
 Float32 tensors are meant to get the bits of torch.optim.AdamW(fused=True) on CUDA. What that rests
-on: the order of operations is that of fused_adam_utils.cuh in torch 2.13, and where one rounding
-serves a product and a sum (`tl.fma` below, and nowhere else) was read off the machine code of its
-build for CUDA 13.0, sm_80 to sm_100. Compiled and interpreted only: no GPU has run it beside torch
-yet, which is the first thing that benchmarks/gpu.py does.
+on: the order of operations is that of fused_adam_utils.cuh in torch 2.13; where one rounding serves
+a product and a sum (`tl.fma` below, and nowhere else) was read off the machine code of its build
+for CUDA 13.0; and βᵗ comes from torch's own powf. Compiled and interpreted only: no GPU has run it
+beside torch yet, which is the first thing that benchmarks/gpu.py does.
 """
 
 from collections.abc import Sequence
@@ -18,12 +18,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import libdevice
 
 # Elements a program updates: with 128 threads, two 16-byte loads of every float32 tensor a thread.
 BLOCK = 1024
-# torch's kernel keeps subnormals, in powf too, and fuses no more than is spelt out here.
-OPTIONS = {"num_warps": 4, "enable_fp_fusion": False, "enable_reflect_ftz": False}
+# torch's kernel fuses no more than is spelt out here.
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 NAMES = ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")
 
 
@@ -57,45 +56,35 @@ def adamw_(
         return
     device = params[0].device
     addresses = tuple(tuple(map(Tensor.data_ptr, tensors)) for tensors in lists)
-    table, groups = _address_table(device, addresses)
-    for aligned, rows in groups:
-        chunks = _chunk_table(device, sizes, rows)
-        _adamw_kernel[(chunks.size(1),)](
-            table,
-            chunks,
-            table.size(1),
-            chunks.size(1),
-            *scalars(step, lr, beta1, beta2, weight_decay, eps),
-            step=int(step),
-            seed=0 if seed is None else seed,
-            BLOCK=BLOCK,
-            ALIGNED=aligned,
-            DECAY=weight_decay != 0,
-            AMSGRAD=amsgrad,
-            MAXIMIZE=maximize,
-            PARAM_BFLOAT16=params[0].dtype is torch.bfloat16,
-            GRAD_BFLOAT16=grads[0].dtype is torch.bfloat16,
-            STOCHASTIC=seed is not None,
-            # the interpreter, which runs on CPU tensors, has no powf
-            DEVICE_POWER=device.type == "cuda",
-            **OPTIONS,
-        )
-
-
-def scalars(
-    step: float, lr: float, beta1: float, beta2: float, weight_decay: float, eps: float
-) -> tuple[float, ...]:
-    """lr, lr·λ, β₁, β₂, ε, lr/(1−β₁ᵗ) and √(1−β₂ᵗ), rounded to float32 after every operation.
-
-    The last two are what the kernel takes where it has no powf. They are the power rounded once;
-    the device's powf is off by an ulp now and then, and torch's bits need that very ulp.
-    """
-    rate, decay, first, second, guard = np.array([lr, weight_decay, beta1, beta2, eps], np.float32)
-    one = np.float32(1)
-    powers = (np.array([first, second], np.float64) ** np.float64(step)).astype(np.float32)
-    scale = rate / (one - powers[0])
-    root = np.sqrt(one - powers[1])
-    return tuple(map(float, (rate, rate * decay, first, second, guard, scale, root)))
+    rate, decay = np.float32(lr), np.float32(weight_decay)
+    with torch.cuda.device_of(params[0]):
+        stream = torch.cuda.current_stream().cuda_stream if device.type == "cuda" else 0
+        table, groups = _address_table(device, stream, addresses)
+        for aligned, rows in groups:
+            chunks = _chunk_table(device, sizes, rows)
+            _adamw_kernel[(chunks.size(1),)](
+                table,
+                table.size(1),
+                chunks,
+                chunks.size(1),
+                _powers(device, stream, beta1, beta2, step),
+                float(lr),
+                float(rate * decay),
+                float(beta1),
+                float(beta2),
+                float(eps),
+                int(step),
+                0 if seed is None else seed,
+                BLOCK=BLOCK,
+                ALIGNED=aligned,
+                DECAY=bool(decay),
+                AMSGRAD=amsgrad,
+                MAXIMIZE=maximize,
+                PARAM_BFLOAT16=params[0].dtype is torch.bfloat16,
+                GRAD_BFLOAT16=grads[0].dtype is torch.bfloat16,
+                STOCHASTIC=seed is not None,
+                **OPTIONS,
+            )
 
 
 def _checked_sizes(lists: Sequence[Sequence[Tensor]]) -> tuple[int, ...]:
@@ -114,18 +103,35 @@ def _checked_sizes(lists: Sequence[Sequence[Tensor]]) -> tuple[int, ...]:
     return sizes
 
 
+@lru_cache(maxsize=8)
+def _powers(device: torch.device, stream: int, beta1: float, beta2: float, step: float) -> Tensor:
+    """β₁ᵗ and β₂ᵗ in float32, by the function that torch's kernel calls.
+
+    It is off by an ulp now and then, so that a better power, or the powf of another version of
+    CUDA, which Triton brings along, would cost bits. Tensor to tensor, because for a plain number
+    as exponent torch may multiply instead.
+    """
+    betas = torch.empty(2, device=device)
+    betas[0], betas[1] = beta1, beta2
+    return torch.pow(betas, torch.full_like(betas, step))
+
+
 @lru_cache(maxsize=32)
 def _address_table(
-    device: torch.device, addresses: tuple[tuple[int, ...], ...]
+    device: torch.device, stream: int, addresses: tuple[tuple[int, ...], ...]
 ) -> tuple[Tensor, list[tuple[bool, tuple[int, ...]]]]:
     """Addresses [list, tensor], and which tensors allow loads of 16 bytes in every list.
 
-    The tables are functions of what they are keyed by, so none is ever stale.
+    The table is a function of its key, so that none is ever stale. The stream is in the key,
+    because the copy is queued there: to wait for it would be to wait for the backward pass.
     """
     host = torch.tensor(addresses, dtype=torch.int64)
     aligned = (host % 16 == 0).all(dim=0)
     groups = [(flag, (aligned == flag).nonzero().flatten().tolist()) for flag in (True, False)]
-    return host.to(device), [(flag, tuple(rows)) for flag, rows in groups if rows]
+    if device.type == "cuda":
+        host = host.pin_memory()
+    table = host.to(device, non_blocking=True)
+    return table, [(flag, tuple(rows)) for flag, rows in groups if rows]
 
 
 @lru_cache(maxsize=32)
@@ -146,16 +152,15 @@ def _chunk_table(device: torch.device, sizes: tuple[int, ...], rows: tuple[int, 
 @triton.jit(do_not_specialize=["tensors", "chunks", "step", "seed"])
 def _adamw_kernel(
     table: tl.tensor,
-    work: tl.tensor,
     tensors: tl.tensor,
+    work: tl.tensor,
     chunks: tl.tensor,
+    powers: tl.tensor,
     lr: tl.tensor,
     decay: tl.tensor,
     beta1: tl.tensor,
     beta2: tl.tensor,
     eps: tl.tensor,
-    scale: tl.tensor,
-    root: tl.tensor,
     step: tl.tensor,
     seed: tl.tensor,
     BLOCK: tl.constexpr,
@@ -166,7 +171,6 @@ def _adamw_kernel(
     PARAM_BFLOAT16: tl.constexpr,
     GRAD_BFLOAT16: tl.constexpr,
     STOCHASTIC: tl.constexpr,
-    DEVICE_POWER: tl.constexpr,
 ) -> None:
     chunk = tl.program_id(0)
     tensor = tl.load(work + chunk)
@@ -177,10 +181,8 @@ def _adamw_kernel(
     grad = _start(table + tensors, tensor, offset, GRAD_BFLOAT16, ALIGNED) + lane
     exp_avg = _start(table + 2 * tensors, tensor, offset, False, ALIGNED) + lane
     exp_avg_sq = _start(table + 3 * tensors, tensor, offset, False, ALIGNED) + lane
-    if DEVICE_POWER:
-        exponent = step.to(tl.float32)
-        scale = tl.div_rn(lr, 1.0 - libdevice.pow(beta1, exponent))
-        root = tl.sqrt_rn(1.0 - libdevice.pow(beta2, exponent))
+    scale = tl.div_rn(lr, 1.0 - tl.load(powers))
+    root = tl.sqrt_rn(1.0 - tl.load(powers + 1))
     # Twice in the code, once a program: a mask, needed where a tensor ends, would cut the loads
     # of whole chunks into single elements too.
     for MASKED in tl.static_range(2):
