@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="needs Triton: pip install 'isokron[triton]'")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -34,6 +35,15 @@ def test_every_kernel_is_right_in_the_interpreter() -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: run benchmarks/gpu.py")
+def test_the_gpu_benchmark_says_in_one_line_that_there_is_no_gpu() -> None:
+    script = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.count("\n") == 1
+    assert "needs an NVIDIA GPU" in done.stderr
 
 
 @pytest.fixture(scope="module", autouse=True)
