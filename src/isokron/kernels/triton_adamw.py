@@ -181,6 +181,9 @@ def _adamw_kernel(
     grad = _start(table + tensors, tensor, offset, GRAD_BFLOAT16, ALIGNED) + lane
     exp_avg = _start(table + 2 * tensors, tensor, offset, False, ALIGNED) + lane
     exp_avg_sq = _start(table + 3 * tensors, tensor, offset, False, ALIGNED) + lane
+    max_exp_avg_sq = exp_avg_sq
+    if AMSGRAD:
+        max_exp_avg_sq = _start(table + 4 * tensors, tensor, offset, False, ALIGNED) + lane
     scale = tl.div_rn(lr, 1.0 - tl.load(powers))
     root = tl.sqrt_rn(1.0 - tl.load(powers + 1))
     # Twice in the code, once a program: a mask, needed where a tensor ends, would cut the loads
@@ -202,10 +205,9 @@ def _adamw_kernel(
             tl.store(exp_avg, m, mask)
             tl.store(exp_avg_sq, v, mask)
             if AMSGRAD:
-                largest = _start(table + 4 * tensors, tensor, offset, False, ALIGNED) + lane
-                old = tl.load(largest, mask)
-                v = tl.where(old < v, v, old)  # the old one also where v is not a number
-                tl.store(largest, v, mask)
+                largest = tl.load(max_exp_avg_sq, mask)
+                v = tl.where(largest < v, v, largest)  # the old one also where v is not a number
+                tl.store(max_exp_avg_sq, v, mask)
             p = p - tl.div_rn(m * scale, tl.div_rn(tl.sqrt_rn(v), root) + eps)
             if PARAM_BFLOAT16:
                 if STOCHASTIC:
