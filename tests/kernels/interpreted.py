@@ -131,14 +131,16 @@ def test_adamw_agrees_with_that_of_torch() -> None:
         torch.testing.assert_close(a, b, rtol=2e-5, atol=1e-7)
 
 
-def test_a_maximum_stays_where_the_second_moment_is_not_a_number() -> None:
-    p, m, v, largest = (torch.ones(4) for _ in range(4))
-    g = torch.tensor([1.0, torch.nan, 30.0, 0.0])
+def test_a_maximum_stays_where_it_or_the_second_moment_is_not_a_number() -> None:
+    p, m, v, largest = (torch.ones(5) for _ in range(4))
+    largest[4] = torch.nan
+    g = torch.tensor([1.0, torch.nan, 30.0, 0.0, 1.0])
     adamw_([p], [g], [m], [v], [largest], step=1, amsgrad=True, **SETTINGS)
     assert v[1].isnan()
     assert v[2] > 5
     assert v[3] < 1
-    assert largest.tolist() == [1.0, 1.0, v[2].item(), 1.0]
+    assert largest[:4].tolist() == [1.0, 1.0, v[2].item(), 1.0]
+    assert largest[4].isnan()
 
 
 def test_without_weight_decay_an_infinite_parameter_stays_infinite() -> None:
@@ -166,6 +168,16 @@ def test_bfloat16_parameters_and_gradients_are_rounded_to_nearest_even() -> None
         assert torch.equal(fenced.inner[i][keep].view(torch.int16), want[keep].view(torch.int16))
         assert same_bits(m[i], torch.from_numpy(want_m))
         assert same_bits(v[i], torch.from_numpy(want_v))
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+def test_what_is_not_a_number_stays_so_in_bfloat16(seed: int | None) -> None:
+    # all bits but the sign, which GPUs write: rounding up would carry it over to minus zero
+    nan = torch.full((9,), 2**31 - 1, dtype=torch.int32).view(torch.float32)
+    p, m, v = torch.ones(9, dtype=torch.bfloat16), torch.zeros(9), torch.zeros(9)
+    adamw_([p], [nan], [m], [v], step=1, seed=seed, **SETTINGS)
+    assert m.view(torch.int32)[0] == 2**31 - 1
+    assert p.isnan().all()
 
 
 def moved(p: list[Tensor], rate: float, step: int, seed: int) -> list[Tensor]:
@@ -225,9 +237,18 @@ def test_tables_are_kept_while_the_addresses_are() -> None:
     assert triton_adamw._chunk_table.cache_info().misses == 1
 
 
+def test_tensors_at_odd_addresses_in_any_list_are_set_apart() -> None:
+    cpu = torch.device("cpu")
+    table, groups = triton_adamw._address_table(cpu, 0, ((16, 32, 52, 64), (160, 168, 176, 80)))
+    assert table.tolist() == [[16, 32, 52, 64], [160, 168, 176, 80]]
+    assert groups == [(True, (0, 3)), (False, (1, 2))]
+    assert triton_adamw._address_table(cpu, 0, ((16,),))[1] == [(True, (0,))]
+
+
 def test_empty_lists_and_empty_tensors_are_nothing_to_do() -> None:
     adamw_([], [], [], [], step=1, **SETTINGS)
     p, g, m, v = random_lists([0, 3, 0], 4)
+    p[2] = torch.ones(4)[3:3]  # nothing, at an odd address
     before = p[1].clone()
     adamw_(p, g, m, v, step=1, **SETTINGS)
     assert not torch.equal(p[1], before)
@@ -238,8 +259,12 @@ def test_empty_lists_and_empty_tensors_are_nothing_to_do() -> None:
     [
         (1, torch.ones(3, 2).T, "grads must be contiguous"),
         (1, torch.ones(5), "grads must have the sizes"),
-        (0, torch.ones(6, dtype=torch.float16), "params must all be one of"),
-        (2, torch.ones(6, dtype=torch.bfloat16), "exp_avgs must all be one of"),
+        (
+            0,
+            torch.ones(6, dtype=torch.float16),
+            "params must all be torch.float32 or torch.bfloat16",
+        ),
+        (2, torch.ones(6, dtype=torch.bfloat16), "exp_avgs must all be torch.float32, got"),
     ],
 )
 def test_what_the_kernel_cannot_take_is_refused(which: int, wrong: Tensor, message: str) -> None:

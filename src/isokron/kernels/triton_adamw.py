@@ -62,6 +62,8 @@ def adamw_(
         table, groups = _address_table(device, stream, addresses)
         for aligned, rows in groups:
             chunks = _chunk_table(device, sizes, rows)
+            if not chunks.size(1):
+                continue
             _adamw_kernel[(chunks.size(1),)](
                 table,
                 table.size(1),
@@ -89,17 +91,18 @@ def adamw_(
 
 def _checked_sizes(lists: Sequence[Sequence[Tensor]]) -> tuple[int, ...]:
     sizes = tuple(map(Tensor.numel, lists[0]))
+    devices = {tensor.device for tensors in lists for tensor in tensors}
+    if len(devices) > 1:
+        raise ValueError(f"all tensors must be on one device, got {sorted(map(str, devices))}")
     for name, tensors in zip(NAMES, lists, strict=False):
         if tuple(map(Tensor.numel, tensors)) != sizes:
             raise ValueError(f"{name} must have the sizes of params, {len(sizes)} tensors")
-        allowed = {torch.float32} if name not in NAMES[:2] else {torch.float32, torch.bfloat16}
-        dtypes = {tensor.dtype for tensor in tensors}
-        if len(dtypes) > 1 or not dtypes <= allowed:
-            raise ValueError(f"{name} must all be one of {sorted(map(str, allowed))}, got {dtypes}")
+        dtypes = {str(tensor.dtype) for tensor in tensors}
+        allowed = ["torch.float32", "torch.bfloat16"][: 2 if name in NAMES[:2] else 1]
+        if len(dtypes) > 1 or not dtypes <= set(allowed):
+            raise ValueError(f"{name} must all be {' or '.join(allowed)}, got {sorted(dtypes)}")
         if not all(map(Tensor.is_contiguous, tensors)):
             raise ValueError(f"{name} must be contiguous; copy the ones that are not")
-        if len({tensor.device for tensor in [lists[0][0], *tensors]} if tensors else ()) > 1:
-            raise ValueError(f"{name} must be on the device of params, {lists[0][0].device}")
     return sizes
 
 
@@ -111,9 +114,13 @@ def _powers(device: torch.device, stream: int, beta1: float, beta2: float, step:
     CUDA, which Triton brings along, would cost bits. Tensor to tensor, because for a plain number
     as exponent torch may multiply instead.
     """
-    betas = torch.empty(2, device=device)
-    betas[0], betas[1] = beta1, beta2
+    betas = _betas(device, beta1, beta2)
     return torch.pow(betas, torch.full_like(betas, step))
+
+
+@lru_cache(maxsize=8)
+def _betas(device: torch.device, beta1: float, beta2: float) -> Tensor:
+    return torch.tensor([beta1, beta2], dtype=torch.float32, device=device)
 
 
 @lru_cache(maxsize=32)
