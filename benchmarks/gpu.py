@@ -1,0 +1,260 @@
+"""The Triton kernels on a GPU: first whether they are right, then how fast they are.
+
+    python benchmarks/gpu.py [--rounds 50]
+
+AdamW has to give the bits of torch.optim.AdamW(fused=True). Products are compared with float64.
+Times are medians of interleaved turns between CUDA events: what the GPU is kept busy or waiting.
+AdamW's limit is its 28 bytes an element at the speed of a.add_(b), which moves 24 in the same 16.
+"""
+
+import argparse
+import itertools
+import statistics
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from timing import conditions
+from torch import Tensor
+from torch.optim._muon import _zeropower_via_newtonschulz
+
+from isokron.linalg import newton_schulz
+from isokron.linalg.polar import POLYNOMIALS
+
+CASES: dict[str, list[tuple[int, ...]]] = {
+    "one 4096×1024": [(4096, 1024)],
+    "200 of 64×64": [(64, 64)] * 200,
+    "1000 of 64": [(64,)] * 1000,
+}
+SIDES = (2048, 4096, 8192)
+# every remainder by 16, below a chunk of the kernel, at its end and beyond
+RAGGED = [*range(1, 18), *range(1020, 1040), 2**20 + 3]
+RATE, EPS = 3e-3, 1e-8
+
+
+def gpu_interleaved(
+    contestants: Mapping[str, Callable[[], object]], rounds: int, warmup: int = 5
+) -> dict[str, float]:
+    """Median milliseconds of each between CUDA events, the contestants taking turns."""
+    took: dict[str, list[float]] = {name: [] for name in contestants}
+    for turn in range(warmup + rounds):
+        for name, run in contestants.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+            if turn >= warmup:
+                took[name].append(start.elapsed_time(end))
+    return {name: statistics.median(times) for name, times in took.items()}
+
+
+def parameters(shapes: list[tuple[int, ...]], odd: bool = False) -> list[Tensor]:
+    """Parameters with gradients, every third one at an address no load of 16 bytes may have."""
+    params = []
+    for i, shape in enumerate(shapes):
+        shift = 1 if odd and i % 3 == 2 else 0
+        room = torch.randn(torch.Size(shape).numel() + shift, device="cuda")
+        param = room[shift:].view(shape).requires_grad_()
+        param.grad = torch.randn_like(param)
+        params.append(param)
+    return params
+
+
+class Ours:
+    """adamw_ with moments of its own, step by step."""
+
+    def __init__(self, params: list[Tensor], amsgrad: bool = False) -> None:
+        self.params = [param.detach() for param in params]
+        self.grads = [param.grad for param in params if param.grad is not None]
+        self.state = [[torch.zeros_like(p) for p in self.params] for _ in range(2 + amsgrad)]
+        self.amsgrad = amsgrad
+        self.count = 0
+
+    def step(
+        self, betas: tuple[float, float] = (0.9, 0.999), decay: float = 0.01, maximize: bool = False
+    ) -> None:
+        from isokron.kernels.triton_adamw import adamw_
+
+        self.count += 1
+        adamw_(
+            self.params,
+            self.grads,
+            *self.state,
+            step=self.count,
+            beta1=betas[0],
+            beta2=betas[1],
+            weight_decay=decay,
+            amsgrad=self.amsgrad,
+            maximize=maximize,
+            lr=RATE,
+            eps=EPS,
+        )
+
+
+def bits_that_differ(
+    amsgrad: bool, maximize: bool, decay: float, betas: tuple[float, float], steps: int = 200
+) -> int:
+    """Elements of parameters and moments that are not those of torch after so many steps."""
+    params = parameters([(n,) for n in RAGGED], odd=True)
+    ours = Ours(parameters([(n,) for n in RAGGED], odd=True), amsgrad)
+    for mine, other in zip(ours.params, params, strict=True):
+        mine.copy_(other)
+    torchs = torch.optim.AdamW(
+        params,
+        betas=betas,
+        weight_decay=decay,
+        amsgrad=amsgrad,
+        maximize=maximize,
+        fused=True,
+        lr=RATE,
+        eps=EPS,
+    )
+    for _ in range(steps):
+        for mine, other in zip(ours.grads, params, strict=True):
+            other.grad = mine.normal_()
+        torchs.step()
+        ours.step(betas, decay, maximize)
+    names = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * amsgrad
+    theirs = [params, *([torchs.state[p][name] for p in params] for name in names)]
+    return sum(
+        int((a.detach().view(torch.int32) != b.view(torch.int32)).sum())
+        for mine, other in zip([ours.params, *ours.state], theirs, strict=True)
+        for a, b in zip(mine, other, strict=True)
+    )
+
+
+def adamw_is_right() -> bool:
+    right = True
+    settings = itertools.product(
+        (False, True), (False, True), (0.0, 0.1), ((0.9, 0.999), (0.0, 0.5))
+    )
+    for amsgrad, maximize, decay, betas in settings:
+        wrong = bits_that_differ(amsgrad, maximize, decay, betas)
+        right &= wrong == 0
+        verdict = "the bits of torch" if wrong == 0 else f"{wrong} elements DIFFER from torch"
+        print(f"AdamW {amsgrad=!s:5} {maximize=!s:5} {decay=} {betas=}: {verdict}")
+    return right
+
+
+def products_are_right() -> bool:
+    from isokron.kernels.triton_symmetric import descriptors_fit, symmetric_matmul
+
+    right = True
+    capability = torch.cuda.get_device_capability()
+    shapes = [(1, 64, 64), (3, 100, 33), (2, 1100, 520), (1, 2048, 2048), (1, 3000, 1000)]
+    for dtype, shape in itertools.product((torch.bfloat16, torch.float16, torch.float32), shapes):
+        x = torch.randn(shape, device="cuda").to(dtype)
+        add = (x @ x.mT).to(dtype)
+        add = (add + add.mT) / 2
+        got = symmetric_matmul(x, alpha=0.5, beta=-0.25, add=add)
+        want = 0.5 * x.double() @ x.double().mT - 0.25 * add.double()
+        bound = max(torch.finfo(dtype).eps, 1e-6) * want.abs().max().item()
+        error = (got.double() - want).abs().max().item()
+        right &= error <= bound
+        form = "descriptors" if descriptors_fit(x, capability) else "pointers"
+        verdict = "right" if error <= bound else f"WRONG, error {error:.2e} over {bound:.2e}"
+        mirror = "" if torch.equal(got, got.mT) else ", not symmetric to the bit"
+        size = "×".join(map(str, shape))
+        print(f"product {str(dtype)[6:]:9} {size:14} by {form:12}: {verdict}{mirror}")
+    return right
+
+
+def adamw_table(rounds: int) -> None:
+    print(f"\n{'AdamW':20}{'torch fused':>12}{'isokron':>12}{'ratio':>8}{'of limit':>10}")
+    for name, shapes in CASES.items():
+        elements = sum(torch.Size(shape).numel() for shape in shapes)
+        a, b = (torch.ones(2 * elements, device="cuda") for _ in range(2))
+        ms = gpu_interleaved(
+            {
+                "torch": torch.optim.AdamW(parameters(shapes), fused=True).step,
+                "isokron": Ours(parameters(shapes)).step,
+                "limit": partial(a.add_, b),
+            },
+            rounds,
+        )
+        print(
+            f"{name:20}{ms['torch']:9.3f} ms{ms['isokron']:9.3f} ms"
+            f"{ms['isokron'] / ms['torch']:8.2f}{ms['limit'] * 28 / 24 / ms['isokron']:10.0%}"
+        )
+
+
+def products_table(rounds: int) -> None:
+    from isokron.kernels.triton_symmetric import by_descriptors_, by_pointers_, descriptors_fit
+
+    capability = torch.cuda.get_device_capability()
+    print(f"\n{'X Xᵀ in bfloat16':20}{'torch':>12}{'pointers':>12}{'descriptors':>12}{'ratio':>8}")
+    for side in SIDES:
+        x = torch.randn(1, side, side, device="cuda").bfloat16()
+        out = torch.empty_like(x)
+        forms: dict[str, Callable[[], object]] = {
+            "torch": partial(torch.bmm, x, x.mT, out=out),
+            "pointers": partial(by_pointers_, x, out, 1.0, 0.0, None),
+        }
+        if descriptors_fit(x, capability):
+            hopper = capability[0] == 9
+            forms["descriptors"] = partial(by_descriptors_, x, out, 1.0, 0.0, None, hopper=hopper)
+        ms = gpu_interleaved(forms, rounds)
+        tma = f"{ms['descriptors']:9.3f} ms" if "descriptors" in ms else f"{'–':>12}"
+        best = min(time for name, time in ms.items() if name != "torch")
+        print(
+            f"{side:<20}{ms['torch']:9.3f} ms{ms['pointers']:9.3f} ms{tma}{best / ms['torch']:8.2f}"
+        )
+
+
+def newton_schulz_table(rounds: int) -> None:
+    from isokron.kernels.triton_symmetric import newton_schulz_
+
+    classic = POLYNOMIALS["classic"]
+
+    def ours(matrix: Tensor) -> Tensor:
+        x = matrix.bfloat16().unsqueeze(0)
+        x /= torch.linalg.vector_norm(x).clamp(min=1e-7)
+        return newton_schulz_(x, [classic] * 5)
+
+    print(
+        f"\n{'Newton–Schulz, 5':20}{'torch Muon':>12}{'plain loop':>12}{'isokron':>12}{'ratio':>8}"
+    )
+    for side in SIDES:
+        m = torch.randn(side, side, device="cuda")
+        ms = gpu_interleaved(
+            {
+                "torch": partial(_zeropower_via_newtonschulz, m, classic, 5, 1e-7),
+                "plain": partial(newton_schulz, m, 5, dtype=torch.bfloat16),
+                "isokron": partial(ours, m),
+            },
+            rounds,
+        )
+        print(
+            f"{side:<20}{ms['torch']:9.3f} ms{ms['plain']:9.3f} ms{ms['isokron']:9.3f} ms"
+            f"{ms['isokron'] / ms['torch']:8.2f}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=50, help="timed turns a contestant")
+    rounds = parser.parse_args().rounds
+    if not torch.cuda.is_available():
+        sys.exit("benchmarks/gpu.py needs an NVIDIA GPU and a CUDA build of torch, found none")
+    try:
+        import triton
+    except ImportError:
+        sys.exit("benchmarks/gpu.py needs Triton; pip install 'isokron[triton]'")
+    major, minor = torch.cuda.get_device_capability()
+    print(f"{torch.cuda.get_device_name()}, sm_{major}{minor}, CUDA {torch.version.cuda}")
+    print(f"{conditions()}, Triton {triton.__version__}")
+    torch.manual_seed(0)
+    with torch.no_grad():
+        right = [adamw_is_right(), products_are_right()]
+        adamw_table(rounds)
+        products_table(rounds)
+        newton_schulz_table(rounds)
+    sys.exit(0 if all(right) else "not all was right, see above")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,267 @@
+"""AdamW on lists of CUDA tensors in one launch, by Triton.
+
+m ← β₁m + (g − β₁g), v ← β₂v + (g² − β₂g²)
+p ← p − (lr·λ)p − (lr/(1−β₁ᵗ) · m) / (√v/√(1−β₂ᵗ) + ε)      (Loshchilov and Hutter, 1711.05101)
+
+Float32 tensors are meant to get the bits of torch.optim.AdamW(fused=True) on CUDA. What that rests
+on: the order of operations is that of fused_adam_utils.cuh in torch 2.13; where one rounding serves
+a product and a sum (`tl.fma` below, and nowhere else) was read off the machine code of its build
+for CUDA 13.0; and βᵗ comes from torch's own powf. Compiled and interpreted only: no GPU has run it
+beside torch yet, which is the first thing that benchmarks/gpu.py does.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Elements a program updates: with 128 threads, two 16-byte loads of every float32 tensor a thread.
+BLOCK = 1024
+# torch's kernel fuses no more than is spelt out here.
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+NAMES = ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")
+
+
+def adamw_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    max_exp_avg_sqs: Sequence[Tensor] = (),
+    *,
+    step: float,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    eps: float,
+    amsgrad: bool = False,
+    maximize: bool = False,
+    seed: int | None = None,
+) -> None:
+    """One step of all `params`, of which this is step number `step`, the first being 1.
+
+    Parameters and gradients are float32 or bfloat16, each list of one dtype, moments are float32,
+    and all are contiguous: the kernel knows no strides.
+    `seed`: round bfloat16 parameters up or down by chance, which is a function of the seed, the
+    step and the element's place in the list; without one they are rounded to nearest.
+    """
+    lists = [params, grads, exp_avgs, exp_avg_sqs] + [max_exp_avg_sqs] * amsgrad
+    sizes = _checked_sizes(lists)
+    if not sum(sizes):
+        return
+    device = params[0].device
+    addresses = tuple(tuple(map(Tensor.data_ptr, tensors)) for tensors in lists)
+    rate, decay = np.float32(lr), np.float32(weight_decay)
+    with torch.cuda.device_of(params[0]):
+        stream = torch.cuda.current_stream().cuda_stream if device.type == "cuda" else 0
+        table, groups = _address_table(device, stream, addresses)
+        for aligned, rows in groups:
+            chunks = _chunk_table(device, sizes, rows)
+            if not chunks.size(1):
+                continue
+            _adamw_kernel[(chunks.size(1),)](
+                table,
+                table.size(1),
+                chunks,
+                chunks.size(1),
+                _powers(device, stream, beta1, beta2, step),
+                float(lr),
+                float(rate * decay),
+                float(beta1),
+                float(beta2),
+                float(eps),
+                int(step),
+                0 if seed is None else seed,
+                BLOCK=BLOCK,
+                ALIGNED=aligned,
+                DECAY=bool(decay),
+                AMSGRAD=amsgrad,
+                MAXIMIZE=maximize,
+                PARAM_BFLOAT16=params[0].dtype is torch.bfloat16,
+                GRAD_BFLOAT16=grads[0].dtype is torch.bfloat16,
+                STOCHASTIC=seed is not None,
+                **OPTIONS,
+            )
+
+
+def _checked_sizes(lists: Sequence[Sequence[Tensor]]) -> tuple[int, ...]:
+    sizes = tuple(map(Tensor.numel, lists[0]))
+    devices = {tensor.device for tensors in lists for tensor in tensors}
+    if len(devices) > 1:
+        raise ValueError(f"all tensors must be on one device, got {sorted(map(str, devices))}")
+    for name, tensors in zip(NAMES, lists, strict=False):
+        if tuple(map(Tensor.numel, tensors)) != sizes:
+            raise ValueError(f"{name} must have the sizes of params, {len(sizes)} tensors")
+        dtypes = {str(tensor.dtype) for tensor in tensors}
+        allowed = ["torch.float32", "torch.bfloat16"][: 2 if name in NAMES[:2] else 1]
+        if len(dtypes) > 1 or not dtypes <= set(allowed):
+            raise ValueError(f"{name} must all be {' or '.join(allowed)}, got {sorted(dtypes)}")
+        if not all(map(Tensor.is_contiguous, tensors)):
+            raise ValueError(f"{name} must be contiguous; copy the ones that are not")
+    return sizes
+
+
+@lru_cache(maxsize=8)
+def _powers(device: torch.device, stream: int, beta1: float, beta2: float, step: float) -> Tensor:
+    """β₁ᵗ and β₂ᵗ in float32, by the function that torch's kernel calls.
+
+    It is off by an ulp now and then, so that a better power, or the powf of another version of
+    CUDA, which Triton brings along, would cost bits. Tensor to tensor, because for a plain number
+    as exponent torch may multiply instead.
+    """
+    betas = _betas(device, beta1, beta2)
+    return torch.pow(betas, torch.full_like(betas, step))
+
+
+@lru_cache(maxsize=8)
+def _betas(device: torch.device, beta1: float, beta2: float) -> Tensor:
+    return torch.tensor([beta1, beta2], dtype=torch.float32, device=device)
+
+
+@lru_cache(maxsize=32)
+def _address_table(
+    device: torch.device, stream: int, addresses: tuple[tuple[int, ...], ...]
+) -> tuple[Tensor, list[tuple[bool, tuple[int, ...]]]]:
+    """Addresses [list, tensor], and which tensors allow loads of 16 bytes in every list.
+
+    The table is a function of its key, so that none is ever stale. The stream is in the key,
+    because the copy is queued there: to wait for it would be to wait for the backward pass.
+    """
+    host = torch.tensor(addresses, dtype=torch.int64)
+    aligned = (host % 16 == 0).all(dim=0)
+    groups = [(flag, (aligned == flag).nonzero().flatten().tolist()) for flag in (True, False)]
+    if device.type == "cuda":
+        host = host.pin_memory()
+    table = host.to(device, non_blocking=True)
+    return table, [(flag, tuple(rows)) for flag, rows in groups if rows]
+
+
+@lru_cache(maxsize=32)
+def _chunk_table(device: torch.device, sizes: tuple[int, ...], rows: tuple[int, ...]) -> Tensor:
+    """What each program works on: tensor, first element, elements left, place. [4, chunks]
+
+    The place counts the chunks of the whole list, so that chance does not depend on `rows`.
+    """
+    size = torch.tensor(sizes)
+    chunks = (size + BLOCK - 1) // BLOCK
+    tensor = torch.arange(len(sizes)).repeat_interleave(chunks)
+    place = torch.arange(len(tensor))
+    offset = (place - (chunks.cumsum(0) - chunks)[tensor]) * BLOCK
+    work = torch.stack([tensor, offset, size[tensor] - offset, place])
+    return work[:, torch.isin(tensor, torch.tensor(rows))].contiguous().to(device)
+
+
+@triton.jit(do_not_specialize=["tensors", "chunks", "step", "seed"])
+def _adamw_kernel(
+    table: tl.tensor,
+    tensors: tl.tensor,
+    work: tl.tensor,
+    chunks: tl.tensor,
+    powers: tl.tensor,
+    lr: tl.tensor,
+    decay: tl.tensor,
+    beta1: tl.tensor,
+    beta2: tl.tensor,
+    eps: tl.tensor,
+    step: tl.tensor,
+    seed: tl.tensor,
+    BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    DECAY: tl.constexpr,
+    AMSGRAD: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+    PARAM_BFLOAT16: tl.constexpr,
+    GRAD_BFLOAT16: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+) -> None:
+    chunk = tl.program_id(0)
+    tensor = tl.load(work + chunk)
+    offset = tl.load(work + chunks + chunk)
+    left = tl.load(work + 2 * chunks + chunk)
+    lane = tl.arange(0, BLOCK)
+    param = _start(table, tensor, offset, PARAM_BFLOAT16, ALIGNED) + lane
+    grad = _start(table + tensors, tensor, offset, GRAD_BFLOAT16, ALIGNED) + lane
+    exp_avg = _start(table + 2 * tensors, tensor, offset, False, ALIGNED) + lane
+    exp_avg_sq = _start(table + 3 * tensors, tensor, offset, False, ALIGNED) + lane
+    max_exp_avg_sq = exp_avg_sq
+    if AMSGRAD:
+        max_exp_avg_sq = _start(table + 4 * tensors, tensor, offset, False, ALIGNED) + lane
+    scale = tl.div_rn(lr, 1.0 - tl.load(powers))
+    root = tl.sqrt_rn(1.0 - tl.load(powers + 1))
+    # Twice in the code, once a program: a mask, needed where a tensor ends, would cut the loads
+    # of whole chunks into single elements too.
+    for MASKED in tl.static_range(2):
+        if (left < BLOCK) == (MASKED == 1):
+            mask = lane < left if MASKED else None
+            p = _widened(tl.load(param, mask), PARAM_BFLOAT16)
+            g = _widened(tl.load(grad, mask), GRAD_BFLOAT16)
+            m = tl.load(exp_avg, mask)
+            v = tl.load(exp_avg_sq, mask)
+            if MAXIMIZE:
+                g = -g
+            if DECAY:
+                p = tl.fma(p, -decay, p)
+            m = tl.fma(m, beta1, tl.fma(g, -beta1, g))
+            square = g * g
+            v = tl.fma(v, beta2, tl.fma(square, -beta2, square))
+            tl.store(exp_avg, m, mask)
+            tl.store(exp_avg_sq, v, mask)
+            if AMSGRAD:
+                largest = tl.load(max_exp_avg_sq, mask)
+                v = tl.where(largest < v, v, largest)  # the old one also where v is not a number
+                tl.store(max_exp_avg_sq, v, mask)
+            p = p - tl.div_rn(m * scale, tl.div_rn(tl.sqrt_rn(v), root) + eps)
+            if PARAM_BFLOAT16:
+                if STOCHASTIC:
+                    place = tl.load(work + 3 * chunks + chunk).to(tl.uint32)
+                    p = _narrowed(p, _noise(seed, step, place, BLOCK))
+                else:
+                    p = _narrowed(p, 0x7FFF + ((p.to(tl.uint32, bitcast=True) >> 16) & 1))
+            tl.store(param, p, mask)
+
+
+@triton.jit
+def _start(
+    addresses: tl.tensor,
+    tensor: tl.tensor,
+    offset: tl.tensor,
+    BFLOAT16: tl.constexpr,
+    ALIGNED: tl.constexpr,
+) -> tl.tensor:
+    """Where the elements of a tensor from `offset` on are; of bfloat16, the bits."""
+    element: tl.constexpr = tl.uint16 if BFLOAT16 else tl.float32
+    start = tl.load(addresses + tensor).to(tl.pointer_type(element)) + offset
+    if ALIGNED:
+        start = tl.multiple_of(start, 16)
+    return start
+
+
+@triton.jit
+def _widened(x: tl.tensor, BFLOAT16: tl.constexpr) -> tl.tensor:
+    if BFLOAT16:
+        x = (x.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return x
+
+
+@triton.jit
+def _narrowed(x: tl.tensor, noise: tl.tensor) -> tl.tensor:
+    """The bfloat16 bits of float32 `x`: rounded up if `noise` carries into the upper half.
+
+    By integers, because the interpreter's own conversions of bfloat16 round wrongly.
+    """
+    bits = x.to(tl.uint32, bitcast=True)
+    return tl.where(x == x, (bits + noise) >> 16, 0x7FC0).to(tl.uint16)
+
+
+@triton.jit
+def _noise(seed: tl.tensor, step: tl.tensor, place: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
+    """16 random bits an element, four elements a call of Philox, counted by step and place."""
+    counter = place * (BLOCK // 4) + tl.arange(0, BLOCK // 4).to(tl.uint32)
+    zero = counter * 0
+    a, b, c, d = tl.philox(seed, counter, zero + step.to(tl.uint32), zero, zero)
+    return tl.interleave(tl.interleave(a, c), tl.interleave(b, d)) & 0xFFFF

@@ -1,0 +1,391 @@
+"""Every Triton kernel, run on CPU tensors by Triton's interpreter; test_triton.py runs this file.
+
+The interpreter has to be chosen before Triton is imported, hence a process of its own. It converts
+bfloat16 wrongly. AdamW makes its bfloat16 by integers, which are right; the products, which cannot,
+are tested in float32 and float16.
+"""
+
+import itertools
+import os
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("run by test_triton.py with TRITON_INTERPRET=1", allow_module_level=True)
+
+import triton
+
+from isokron.kernels import triton_adamw, triton_symmetric
+from isokron.kernels.triton_adamw import adamw_
+from isokron.kernels.triton_symmetric import newton_schulz_, symmetric_matmul
+from isokron.linalg import newton_schulz
+
+Array = NDArray[np.float32]
+
+# Up to 3.8 the interpreter rounds tl.fma twice, unlike any GPU; the model then follows it.
+FUSED = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
+
+SETTINGS = {"lr": 3e-3, "beta1": 0.9, "beta2": 0.995, "weight_decay": 0.1, "eps": 1e-8}
+# every remainder by 16, below a chunk, at its end and beyond
+SIZES = [*range(1, 17), *range(1023, 1040), 2056]
+CANARY = -123.0
+
+
+def fma(a: Array, b: Array | np.float32, c: Array) -> Array:
+    """ab + c rounded once: in float64 the product is exact, and the sum is rounded to odd."""
+    if not FUSED:
+        return a * b + c
+    product, c = a.astype(np.float64) * np.float64(b), c.astype(np.float64)
+    total = product + c
+    part = total - product
+    error = (product - (total - part)) + (c - part)
+    bits = total.view(np.int64)
+    away = np.where((error > 0) == (total > 0), 1, -1)
+    bits = np.where((error != 0) & (bits % 2 == 0), bits + away, bits)
+    return bits.view(np.float64).astype(np.float32)
+
+
+def model(
+    p: Array, g: Array, m: Array, v: Array, largest: Array | None, step: int, maximize: bool = False
+) -> tuple[Array, ...]:
+    """AdamW by the order of operations and the roundings of torch's CUDA kernel."""
+    lr, beta1, beta2, decay, eps = (np.float32(value) for value in SETTINGS.values())
+    g = -g if maximize else g
+    p = fma(p, -(lr * decay), p)
+    m = fma(m, beta1, fma(g, -beta1, g))
+    v = fma(v, beta2, fma(g * g, -beta2, g * g))
+    powers = torch.tensor([beta1, beta2]).pow(torch.tensor([step] * 2).float()).numpy()
+    scale, root = lr / (1 - powers[0]), np.sqrt(1 - powers[1])
+    used = v if largest is None else np.where(largest < v, v, largest)
+    p = p - (m * scale) / (np.sqrt(used) / root + eps)
+    return (p, m, v) if largest is None else (p, m, v, used)
+
+
+class Fenced:
+    """Tensors that are views into larger ones, some at odd addresses, with canaries around."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self.whole = [t.new_full((t.numel() + 32,), CANARY) for t in tensors]
+        # 16 bytes or a multiple from the start for even ones, one element for every third
+        starts = [1 if i % 3 == 2 else 16 for i in range(len(tensors))]
+        self.inner = [
+            whole[start : start + t.numel()].view(t.shape)
+            for whole, start, t in zip(self.whole, starts, tensors, strict=True)
+        ]
+        for inner, tensor in zip(self.inner, tensors, strict=True):
+            inner.copy_(tensor)
+
+    def assert_unhurt(self) -> None:
+        for whole, inner in zip(self.whole, self.inner, strict=True):
+            outside = torch.ones_like(whole, dtype=torch.bool)
+            outside[inner.storage_offset() : inner.storage_offset() + inner.numel()] = False
+            assert (whole[outside] == CANARY).all()
+
+
+def random_lists(sizes: list[int], count: int) -> list[list[Tensor]]:
+    """Parameters, gradients and first moments; the further lists, of squares, are not negative."""
+    lists = [[torch.randn(n) for n in sizes] for _ in range(count)]
+    return [[t.square() for t in ts] if i > 2 else ts for i, ts in enumerate(lists)]
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.numpy().tobytes() == b.numpy().tobytes()
+
+
+@pytest.mark.parametrize(("amsgrad", "maximize"), [(False, False), (True, True)])
+def test_adamw_has_the_bits_of_the_model_and_writes_nowhere_else(
+    amsgrad: bool, maximize: bool
+) -> None:
+    start = random_lists(SIZES, 4 + amsgrad)
+    fenced = [Fenced(tensors) for tensors in start]
+    wanted = [[t.numpy() for t in tensors] for tensors in start]
+    for step in (1, 2, 1000):
+        inner = [fence.inner for fence in fenced]
+        adamw_(*inner, step=step, amsgrad=amsgrad, maximize=maximize, **SETTINGS)
+        for i in range(len(SIZES)):
+            p, g, m, v, *largest = (arrays[i] for arrays in wanted)
+            new = model(p, g, m, v, largest[0] if amsgrad else None, step, maximize)
+            for arrays, value in zip([wanted[0], *wanted[2:]], new, strict=True):
+                arrays[i] = value
+    for fence, arrays in zip(fenced, wanted, strict=True):
+        fence.assert_unhurt()
+        for got, want in zip(fence.inner, arrays, strict=True):
+            assert same_bits(got, torch.from_numpy(want))
+
+
+def test_adamw_agrees_with_that_of_torch() -> None:
+    ours, g, *state = random_lists([5, 1030], 5)
+    theirs, their_state = [p.clone() for p in ours], [[t.clone() for t in ts] for ts in state]
+    steps = [torch.zeros(()) for _ in ours]
+    for step in (1, 2, 3):
+        adamw_(ours, g, *state, step=step, amsgrad=True, **SETTINGS)
+        torch._foreach_add_(steps, 1)
+        torch._fused_adamw_(
+            theirs, g, *their_state, steps, amsgrad=True, maximize=False, **SETTINGS
+        )
+    for a, b in zip(ours + state[2], theirs + their_state[2], strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=1e-7)
+
+
+def test_a_maximum_stays_where_it_or_the_second_moment_is_not_a_number() -> None:
+    p, m, v, largest = (torch.ones(5) for _ in range(4))
+    largest[4] = torch.nan
+    g = torch.tensor([1.0, torch.nan, 30.0, 0.0, 1.0])
+    adamw_([p], [g], [m], [v], [largest], step=1, amsgrad=True, **SETTINGS)
+    assert v[1].isnan()
+    assert v[2] > 5
+    assert v[3] < 1
+    assert largest[:4].tolist() == [1.0, 1.0, v[2].item(), 1.0]
+    assert largest[4].isnan()
+
+
+def test_without_weight_decay_an_infinite_parameter_stays_infinite() -> None:
+    p, g, m, v = (torch.full((3,), value) for value in (torch.inf, 1.0, 0.0, 0.0))
+    adamw_([p], [g], [m], [v], step=1, **SETTINGS | {"weight_decay": 0.0})
+    assert (p == torch.inf).all()
+
+
+def test_bfloat16_parameters_and_gradients_are_rounded_to_nearest_even() -> None:
+    p, g, m, v = random_lists(SIZES, 4)
+    special = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-40, 3.38e38])
+    p[11][:7] = special[: p[11].numel()]  # every kind of number, in a tensor of 12 and one of 1024
+    p[17][:7] = special
+    low_p, low_g = ([t.bfloat16() for t in ts] for ts in (p, g))
+    fenced = Fenced(low_p)
+    arrays = [[t.float().numpy() for t in ts] for ts in (low_p, low_g, m, v)]
+    with np.errstate(invalid="ignore", over="ignore"):
+        wanted = [model(*row, None, 3) for row in zip(*arrays, strict=True)]
+    adamw_(fenced.inner, low_g, m, v, step=3, **SETTINGS)
+    fenced.assert_unhurt()
+    for i, (want_p, want_m, want_v) in enumerate(wanted):
+        want = torch.from_numpy(want_p).bfloat16()
+        assert torch.equal(fenced.inner[i].isnan(), want.isnan())
+        keep = ~want.isnan()
+        assert torch.equal(fenced.inner[i][keep].view(torch.int16), want[keep].view(torch.int16))
+        assert same_bits(m[i], torch.from_numpy(want_m))
+        assert same_bits(v[i], torch.from_numpy(want_v))
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+def test_what_is_not_a_number_stays_so_in_bfloat16(seed: int | None) -> None:
+    # all bits but the sign, which GPUs write: rounding up would carry it over to minus zero
+    nan = torch.full((9,), 2**31 - 1, dtype=torch.int32).view(torch.float32)
+    p, m, v = torch.ones(9, dtype=torch.bfloat16), torch.zeros(9), torch.zeros(9)
+    adamw_([p], [nan], [m], [v], step=1, seed=seed, **SETTINGS)
+    assert m.view(torch.int32)[0] == 2**31 - 1
+    assert p.isnan().all()
+
+
+def moved(p: list[Tensor], rate: float, step: int, seed: int) -> list[Tensor]:
+    """Bfloat16 `p` after a step which without moments is one of `rate` downwards."""
+    g, m, v = ([torch.ones(t.shape) for t in p] for _ in range(3))
+    plain = {"lr": rate, "beta1": 0.0, "beta2": 0.0, "weight_decay": 0.0, "eps": 0.0}
+    adamw_(p, g, m, v, step=step, seed=seed, **plain)
+    return p
+
+
+def ones(*sizes: int) -> list[Tensor]:
+    return [torch.ones(n, dtype=torch.bfloat16) for n in sizes]
+
+
+def test_stochastic_rounding_is_even_handed() -> None:
+    gap = 2**-8  # to the bfloat16 below one
+    for share in (0.25, 0.5, 0.9):
+        (got,) = moved(ones(8192), share * gap, step=1, seed=7)
+        assert set(got.tolist()) == {1.0 - gap, 1.0}
+        assert (got < 1).float().mean().item() == pytest.approx(share, abs=0.025)
+
+
+def test_stochastic_rounding_is_repeatable_and_differs_by_seed_step_and_place() -> None:
+    draws = {}
+    for seed, step in itertools.product((0, 1, 2**40), (1, 2)):
+        first = moved(ones(1500, 1500), 2**-9, step, seed)
+        again = moved(Fenced(ones(1500, 1500)).inner, 2**-9, step, seed)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+        draws |= {(seed, step, i): t < 1 for i, t in enumerate(first)}
+    for a, b in itertools.combinations(draws.values(), 2):
+        assert (a == b).float().mean().item() == pytest.approx(0.5, abs=0.07)
+
+
+def test_stochastic_rounding_does_not_depend_on_alignment() -> None:
+    plain = moved(ones(40, 2000, 1100), 2**-9, step=1, seed=3)
+    fenced = Fenced(ones(40, 2000, 1100))  # the last one at an odd address
+    for a, b in zip(plain, moved(fenced.inner, 2**-9, step=1, seed=3), strict=True):
+        assert torch.equal(a, b)
+    fenced.assert_unhurt()
+
+
+def test_stochastic_rounding_keeps_what_has_no_neighbour() -> None:
+    p = [torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=torch.bfloat16)]
+    assert str(moved(p, 2**-9, step=1, seed=1)[0].tolist()) == "[nan, inf, -inf]"
+
+
+def test_tables_are_kept_while_the_addresses_are() -> None:
+    p, g, m, v = random_lists([7, 3000], 4)
+    triton_adamw._address_table.cache_clear()
+    triton_adamw._chunk_table.cache_clear()
+    for step in (1, 2, 3):
+        adamw_(p, g, m, v, step=step, **SETTINGS)
+    assert triton_adamw._address_table.cache_info().misses == 1
+    moved_away = [t.clone() for t in g]
+    adamw_(p, moved_away, m, v, step=4, **SETTINGS)
+    assert triton_adamw._address_table.cache_info().misses == 2
+    assert triton_adamw._chunk_table.cache_info().misses == 1
+
+
+def test_tensors_at_odd_addresses_in_any_list_are_set_apart() -> None:
+    cpu = torch.device("cpu")
+    table, groups = triton_adamw._address_table(cpu, 0, ((16, 32, 52, 64), (160, 168, 176, 80)))
+    assert table.tolist() == [[16, 32, 52, 64], [160, 168, 176, 80]]
+    assert groups == [(True, (0, 3)), (False, (1, 2))]
+    assert triton_adamw._address_table(cpu, 0, ((16,),))[1] == [(True, (0,))]
+
+
+def test_empty_lists_and_empty_tensors_are_nothing_to_do() -> None:
+    adamw_([], [], [], [], step=1, **SETTINGS)
+    p, g, m, v = random_lists([0, 3, 0], 4)
+    p[2] = torch.ones(4)[3:3]  # nothing, at an odd address
+    before = p[1].clone()
+    adamw_(p, g, m, v, step=1, **SETTINGS)
+    assert not torch.equal(p[1], before)
+
+
+@pytest.mark.parametrize(
+    ("which", "wrong", "message"),
+    [
+        (1, torch.ones(3, 2).T, "grads must be contiguous"),
+        (1, torch.ones(5), "grads must have the sizes"),
+        (
+            0,
+            torch.ones(6, dtype=torch.float16),
+            "params must all be torch.float32 or torch.bfloat16",
+        ),
+        (2, torch.ones(6, dtype=torch.bfloat16), "exp_avgs must all be torch.float32, got"),
+    ],
+)
+def test_what_the_kernel_cannot_take_is_refused(which: int, wrong: Tensor, message: str) -> None:
+    lists = [[torch.ones(6)] for _ in range(4)]
+    lists[which] = [wrong]
+    with pytest.raises(ValueError, match=message):
+        adamw_(*lists, step=1, **SETTINGS)
+
+
+FORMS = {
+    "pointers": triton_symmetric.by_pointers_,
+    "descriptors, sm_90": lambda *args: triton_symmetric.by_descriptors_(*args, hopper=True),
+    "descriptors, sm_100": lambda *args: triton_symmetric.by_descriptors_(*args, hopper=False),
+}
+# [B, m, k] with rows of a multiple of 16 bytes; m and k end inside tiles, at their ends, past them
+SHAPES = [(1, 1, 8), (2, 64, 32), (2, 200, 136)]
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3}
+
+
+def symmetric(*shape: int) -> Tensor:
+    x = torch.randn(*shape, shape[-1])
+    return x + x.mT
+
+
+def framed(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for a result of x Xᵀ in the middle of canaries, and the whole."""
+    batch, rows, _ = x.shape
+    whole = x.new_full((batch, rows + 2, rows + 5), CANARY)
+    return whole[:, 1:-1, 2 : rows + 2], whole
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("form", FORMS)
+def test_products_are_right_and_written_nowhere_else(
+    form: str, shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    x = torch.randn(shape).to(dtype)
+    add = symmetric(*shape[:2]).to(dtype)
+    for c in (None, add):
+        out, whole = framed(x)
+        FORMS[form](x, out, 0.5, 2.0, c)
+        want = 0.5 * x.double() @ x.double().mT + (0 if c is None else 2 * c.double())
+        bound = TOLERANCE[dtype] * want.abs().max().item()
+        torch.testing.assert_close(out.double(), want, rtol=0, atol=bound)
+        out.fill_(CANARY)
+        assert (whole == CANARY).all()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_tiles_across_the_diagonal_are_copies_and_only_upper_ones_are_read(form: str) -> None:
+    x = torch.randn(2, 300, 40).half()
+    tiles = torch.arange(300) // 128
+    add = symmetric(2, 300).half()
+    add[:, tiles[:, None] > tiles[None, :]] = torch.nan
+    out = torch.empty_like(add)
+    FORMS[form](x, out, 1.0, 1.0, add)
+    assert out.isfinite().all()
+    apart = tiles[:, None] != tiles[None, :]
+    assert torch.equal(out[:, apart], out.mT[:, apart])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_no_matrix_of_a_batch_reaches_another(form: str) -> None:
+    x = torch.randn(3, 100, 40)
+    x[1] = torch.nan
+    out = x.new_empty(3, 100, 100)
+    FORMS[form](x, out, 1.0, 0.0, None)
+    assert out[[0, 2]].isfinite().all()
+
+
+def test_any_layout_and_the_addend_as_target() -> None:
+    x = torch.randn(70, 90).T[::2]
+    torch.testing.assert_close(symmetric_matmul(x), x @ x.T)
+    add = symmetric(45)
+    want = 3 * x @ x.T - add
+    assert symmetric_matmul(x, add, alpha=3, beta=-1, add=add) is add
+    torch.testing.assert_close(add, want)
+    assert symmetric_matmul(x[:0]).shape == (0, 0)
+    assert (symmetric_matmul(x[:, :0]) == 0).all()
+
+
+def test_the_table_holds_every_tile_once() -> None:
+    for tiles in (1, 2, 8, 9, 33):
+        table = triton_symmetric.tile_table(torch.device("cpu"), tiles)
+        pairs = {(row, column) for row, column in table.tolist()}
+        assert len(pairs) == len(table) == tiles * (tiles + 1) // 2
+        assert all(0 <= row <= column < tiles for row, column in pairs)
+
+
+def test_a_wrong_product_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs \\[m, k\\]"):
+        symmetric_matmul(torch.ones(3))
+    with pytest.raises(ValueError, match="float32, float16 or bfloat16"):
+        symmetric_matmul(torch.ones(3, 3, dtype=torch.float64))
+    with pytest.raises(ValueError, match="out must be"):
+        symmetric_matmul(torch.ones(3, 4), torch.ones(3, 4))
+
+
+@pytest.mark.parametrize("steps", [0, 1, 5])
+def test_newton_schulz_is_the_plain_iteration(steps: int) -> None:
+    x = torch.randn(2, 70, 100)
+    x /= x.norm(dim=(-2, -1), keepdim=True)
+    want = newton_schulz(x, steps)
+    assert newton_schulz_(x, [(3.4445, -4.7750, 2.0315)] * steps) is x
+    torch.testing.assert_close(x, want, rtol=0, atol=2e-5)
+
+
+def test_descriptors_are_taken_where_tma_can_and_pays() -> None:
+    def fits(x: Tensor, capability: tuple[int, int] = (9, 0)) -> bool:
+        return triton_symmetric.descriptors_fit(x, capability)
+
+    x = torch.empty(1, 2048, 64, dtype=torch.bfloat16)
+    assert fits(x)
+    assert fits(x, (10, 0))
+    assert not fits(x, (8, 0))
+    assert not fits(x, (12, 0))
+    assert not fits(x[:, :512])
+    assert not fits(x[:, :, 1:])  # begins between multiples of 16 bytes
+    assert not fits(torch.empty(1, 2048, 65, dtype=torch.bfloat16))  # so do its rows
+    assert not fits(torch.empty(1, 64, 2048, dtype=torch.bfloat16).mT)
+    assert fits(torch.empty(2, 2048, 64, dtype=torch.bfloat16))
+    assert not fits(torch.empty(2, 4096, 64, dtype=torch.bfloat16)[:, :2048])
+    assert not fits(x.float())  # in full precision, which has no tensor cores

@@ -1,0 +1,174 @@
+"""The Triton kernels without a GPU: run by the interpreter, and compiled for GPUs not at hand."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs Triton: pip install 'isokron[triton]'")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("TRITON_INTERPRET=1 leaves nothing to compile", allow_module_level=True)
+
+import triton
+from sass import Machine, machine_code
+
+from isokron.kernels import triton_adamw, triton_symmetric
+
+TENSOR_CORES = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
+# what a launch tells the compiler about aligned tensors of even shapes
+EVEN = ("out", "add", "table", "rows", "columns")
+
+
+def test_every_kernel_is_right_in_the_interpreter() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", Path(__file__).parent / "interpreted.py"],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: run benchmarks/gpu.py")
+def test_the_gpu_benchmark_says_in_one_line_that_there_is_no_gpu() -> None:
+    script = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.count("\n") == 1
+    assert "needs an NVIDIA GPU" in done.stderr
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_anew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A cache of its own, so that what is looked at is what was compiled just now."""
+    folder = tmp_path_factory.mktemp("triton")
+    with triton.knobs.cache.scope():
+        triton.knobs.cache.dir = str(folder)
+        yield folder
+
+
+@cache
+def adamw(folder: Path, capability: int, **flags: bool) -> Machine:
+    kernel = triton_adamw._adamw_kernel
+    off = dict.fromkeys([name for name in kernel.arg_names if name.isupper()], False)
+    numbers = ("lr", "decay", "beta1", "beta2", "eps")
+    signature = {"table": "*i64", "work": "*i64", "powers": "*fp32"}
+    signature |= dict.fromkeys(numbers, "fp32")
+    signature |= dict.fromkeys(("tensors", "chunks", "step", "seed"), "i32")
+    on = {"ALIGNED": True, "DECAY": True, "BLOCK": triton_adamw.BLOCK}
+    return machine_code(
+        kernel, capability, signature, off | on | flags, triton_adamw.OPTIONS, (), folder
+    )
+
+
+@cache
+def product(
+    folder: Path, form: str, capability: int, dtype: str, precision: str = "tf32"
+) -> Machine:
+    signature: dict[str, Any] = {"out": f"*{dtype}", "add": f"*{dtype}", "table": "*i32"}
+    signature |= dict.fromkeys(("pairs", "rows", "columns"), "i32")
+    signature |= dict.fromkeys(("out_strides", "add_strides"), ("i32",) * 3)
+    signature |= dict.fromkeys(("alpha", "beta"), "fp32")
+    element = 4 if dtype == "fp32" else 2
+    if form == "pointers":
+        tile, depth = triton_symmetric.POINTER_TILES[element]
+        constants = {"TILE": tile, "DEPTH": depth, "ADD": True, "PRECISION": precision}
+        signature |= {"x": f"*{dtype}", "x_strides": ("i32",) * 3}
+        kernel, options = triton_symmetric._pointer_kernel, triton_symmetric.POINTER_OPTIONS
+        return machine_code(kernel, capability, signature, constants, options, (*EVEN, "x"), folder)
+    tile, depth = triton_symmetric.DESCRIPTOR_TILES[element]
+    part = triton_symmetric.HOPPER_ROWS if capability == 90 else tile
+    constants = {"TILE": tile, "DEPTH": depth, "ADD": True, "PART": part}
+    signature |= {"left": f"tensordesc<{dtype}[{part}, {depth}]>"}
+    signature |= {"right": f"tensordesc<{dtype}[{tile}, {depth}]>"}
+    kernel, options = triton_symmetric._descriptor_kernel, triton_symmetric.DESCRIPTOR_OPTIONS
+    return machine_code(kernel, capability, signature, constants, options, EVEN, folder)
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_adamw_loads_16_bytes_at_a_time_and_keeps_to_its_registers(
+    compiled_anew: Path, capability: int
+) -> None:
+    # 1024 elements by 128 threads are 8 each: two loads a tensor of float32, one of bfloat16
+    code = adamw(compiled_anew, capability)
+    assert (code.count("LDG.E.128"), code.count("STG.E.128")) == (8, 6)
+    low = adamw(compiled_anew, capability, PARAM_BFLOAT16=True, GRAD_BFLOAT16=True, STOCHASTIC=True)
+    assert (low.count("LDG.E.128"), low.count("STG.E.128")) == (6, 5)
+    most = adamw(compiled_anew, capability, AMSGRAD=True, MAXIMIZE=True)
+    assert (most.count("LDG.E.128"), most.count("STG.E.128")) == (10, 8)
+    assert code.spills == low.spills == most.spills == 0
+    assert max(code.registers, most.registers) <= 64  # 8 blocks, 1024 threads a processor
+    assert low.registers <= 96  # Philox has its price: 5 blocks
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_adamw_loads_single_elements_of_tensors_at_odd_addresses(
+    compiled_anew: Path, capability: int
+) -> None:
+    code = adamw(compiled_anew, capability, ALIGNED=False)
+    assert not any(code.count(f"LDG.E.{bits}") for bits in (128, 256))
+    assert code.spills == 0
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_adamw_rounds_where_the_source_says_and_nowhere_else(
+    compiled_anew: Path, capability: int
+) -> None:
+    code = adamw(compiled_anew, capability)
+    elements = 2 * 8  # of a thread, once with and once without a mask
+    wanted = {"fma": 5, "mul": 2, "add": 1, "div": 2, "sqrt": 1}
+    once = {"div": 1, "sqrt": 1}  # the bias corrections
+    for operation, each in wanted.items():
+        assert code.float32(operation) == each * elements + once.get(operation, 0)
+    # without .rn the assembler would be free to fuse or to approximate
+    for operation in (*wanted, "sub"):
+        assert code.float32(operation) == code.float32(f"{operation}.rn")
+    assert "ftz" not in code.ptx
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_products_by_pointers_use_tensor_cores_without_spilling(
+    compiled_anew: Path, capability: int, dtype: str
+) -> None:
+    code = product(compiled_anew, "pointers", capability, dtype)
+    assert code.count(TENSOR_CORES[capability]) > 0
+    assert code.count("LDGSTS.E.BYPASS.128") > 0  # global to shared memory without registers
+    assert code.count("STG.E.128") == code.count("STG")
+    assert code.spills == 0
+    assert code.shared <= 99 * 1024  # what every GPU since sm_80 has for one block
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_products_of_float32_in_full_use_no_tensor_cores(
+    compiled_anew: Path, capability: int
+) -> None:
+    code = product(compiled_anew, "pointers", capability, "fp32", "ieee")
+    assert not any(code.count(name) for name in TENSOR_CORES.values())
+    assert code.count("FFMA") > 0
+    assert code.spills == 0
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("capability", [90, 100])
+def test_products_by_descriptors_fetch_by_tma_in_warps_of_their_own(
+    compiled_anew: Path, capability: int, dtype: str
+) -> None:
+    code = product(compiled_anew, "descriptors", capability, dtype)
+    assert code.count(TENSOR_CORES[capability]) > 0
+    assert code.count("UTMALDG") > 0
+    assert code.count("LDGSTS") == 0
+    # registers go from the warps that fetch to those that multiply: the sign of specialised warps
+    assert code.count("USETMAXREG.TRY_ALLOC") > 0
+    assert code.count("USETMAXREG.DEALLOC") > 0
+    assert code.count("STG.E.128") == code.count("STG")
+    assert code.spills == 0
+    assert code.shared <= 227 * 1024
