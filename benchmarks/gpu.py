@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 from isokron.linalg import newton_schulz
-from isokron.linalg.polar import POLYNOMIALS
+from isokron.linalg.polynomials import schedule
 
 CASES: dict[str, list[tuple[int, ...]]] = {
     "one 4096×1024": [(4096, 1024)],
@@ -206,12 +206,12 @@ def products_table(rounds: int) -> None:
 def newton_schulz_table(rounds: int) -> None:
     from isokron.kernels.triton_symmetric import newton_schulz_
 
-    classic = POLYNOMIALS["classic"]
+    classic = schedule("classic", 5)
 
     def ours(matrix: Tensor) -> Tensor:
         x = matrix.bfloat16().unsqueeze(0)
         x /= torch.linalg.vector_norm(x).clamp(min=1e-7)
-        return newton_schulz_(x, [classic] * 5)
+        return newton_schulz_(x, classic)
 
     print(
         f"\n{'Newton–Schulz, 5':20}{'torch Muon':>12}{'plain loop':>12}{'isokron':>12}{'ratio':>8}"
@@ -220,8 +220,8 @@ def newton_schulz_table(rounds: int) -> None:
         m = torch.randn(side, side, device="cuda")
         ms = gpu_interleaved(
             {
-                "torch": partial(_zeropower_via_newtonschulz, m, classic, 5, 1e-7),
-                "plain": partial(newton_schulz, m, 5, dtype=torch.bfloat16),
+                "torch": partial(_zeropower_via_newtonschulz, m, classic[0], 5, 1e-7),
+                "plain": partial(newton_schulz, m, dtype=torch.bfloat16, method="plain"),
                 "isokron": partial(ours, m),
             },
             rounds,

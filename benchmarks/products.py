@@ -50,7 +50,7 @@ def newton_schulz_section(rounds: int) -> None:
             )
         u, _, vh = torch.linalg.svd(matrix, full_matrices=False)
         took = interleaved(contestants, max(3, rounds * 2**18 // matrix.numel()), 1)
-        chosen = quickest(*shape, "cpu", matrix.dtype, CLASSIC, exact=True)
+        chosen = quickest(*shape, matrix.device, matrix.dtype, CLASSIC, exact=True)
         print(f"{shape[0]}×{shape[1]} (auto is {chosen})")
         for name, run in contestants.items():
             ratio = took[name] / took["plain loop"]

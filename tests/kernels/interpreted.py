@@ -19,7 +19,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 import triton
 
-from isokron.kernels import triton_adamw, triton_symmetric
+from isokron.kernels import triton_adamw, triton_symmetric, trust
 from isokron.kernels.triton_adamw import adamw_
 from isokron.kernels.triton_symmetric import newton_schulz_, symmetric_matmul
 from isokron.linalg import newton_schulz
@@ -389,3 +389,21 @@ def test_descriptors_are_taken_where_tma_can_and_pays() -> None:
     assert fits(torch.empty(2, 2048, 64, dtype=torch.bfloat16))
     assert not fits(torch.empty(2, 4096, 64, dtype=torch.bfloat16)[:, :2048])
     assert not fits(x.float())  # in full precision, which has no tensor cores
+
+
+def test_what_earns_trust_on_a_gpu_runs_here_too() -> None:
+    trust.check_symmetric(torch.device("cpu"))
+    # torch's operator for the CPU rounds in another order than its kernel for GPUs, which is told
+    with pytest.raises(trust.Untrusted, match="bits"):
+        trust.check_adamw(torch.device("cpu"))
+
+
+def test_products_that_are_wrong_are_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    true = triton_symmetric.symmetric_matmul
+
+    def wrong(x: Tensor, **settings: object) -> Tensor:
+        return true(x, **settings).triu_()
+
+    monkeypatch.setattr(triton_symmetric, "symmetric_matmul", wrong)
+    with pytest.raises(trust.Untrusted, match="off by"):
+        trust.check_symmetric(torch.device("cpu"))

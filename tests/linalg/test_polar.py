@@ -131,15 +131,15 @@ def test_schedules_bring_all_singular_values_near_one(name: str, steps: int, err
 
 
 def test_a_choice_is_never_less_exact_than_what_was_asked_for() -> None:
-    classic = schedule("classic", 5)
+    classic, cpu = schedule("classic", 5), torch.device("cpu")
     for rows in (16, 256, 512, 1024, 4096):
         for cols in (rows, 2 * rows, 8 * rows):
-            float32 = quickest(rows, cols, "cpu", torch.float32, classic)
+            float32 = quickest(rows, cols, cpu, torch.float32, classic)
             assert float32 in ("plain", "symmetric", "gram")  # eigh only where nothing is asked
             # Gram matrices square the condition: not in half precision, and not for many steps
-            assert quickest(rows, cols, "cpu", torch.bfloat16, classic) != "gram"
+            assert quickest(rows, cols, cpu, torch.bfloat16, classic) != "gram"
             steep = schedule("polar_express", 12)
-            assert quickest(rows, cols, "cpu", torch.float32, steep) != "gram"
+            assert quickest(rows, cols, cpu, torch.float32, steep) != "gram"
 
 
 def test_a_batch_is_its_matrices_one_by_one() -> None:

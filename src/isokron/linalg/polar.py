@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from isokron.kernels.trust import trusted
 from isokron.linalg.eigen import eigh
 from isokron.linalg.gram import symmetric_product
 from isokron.linalg.polynomials import Choice, Coefficients, schedule
@@ -15,6 +16,8 @@ METHODS = ("auto", "plain", "symmetric", "gram", "eigh", "reference")
 # keep a device busy. It bounds the memory that the intermediate products of a large batch take.
 CPU_CHUNK = 2**21
 DEVICE_CHUNK = 2**28
+# Rows from which half of a product has enough tiles for a large GPU; not measured on one.
+GPU_SYMMETRIC = 1024
 
 
 def newton_schulz(
@@ -54,7 +57,7 @@ def newton_schulz(
     if method == "auto":
         exact = coefficients is None and steps == 5
         rows, cols = stack.shape[-2:]
-        method = quickest(rows, cols, matrix.device.type, dtype, triples, exact)
+        method = quickest(rows, cols, matrix.device, dtype, triples, exact)
     limit = CPU_CHUNK if matrix.device.type == "cpu" else DEVICE_CHUNK
     size = max(1, limit // (stack[0].numel() * stack.element_size()))
     if method == "eigh":
@@ -68,7 +71,7 @@ def newton_schulz(
 def quickest(
     rows: int,
     cols: int,
-    device: str,
+    device: torch.device,
     dtype: torch.dtype,
     triples: list[Coefficients],
     exact: bool = False,
@@ -80,8 +83,8 @@ def quickest(
     # A's smallest eigenvalues are known to rounding only, which the square of the slope enlarges
     slope = math.prod([a for a, _, _ in triples])
     resolved = slope**2 * torch.finfo(dtype).eps < 1
-    if device != "cpu":
-        return "symmetric"
+    if device.type != "cpu":
+        return "symmetric" if rows >= GPU_SYMMETRIC and _by_triton(device, dtype) else "plain"
     if exact and rows >= 512 and dtype in (torch.float32, torch.float64):
         return "eigh"
     if resolved and rows >= 128 and cols >= 2 * rows:
@@ -116,10 +119,18 @@ def _plain(x: Tensor, triples: list[Coefficients]) -> Tensor:
 
 
 def _symmetric(x: Tensor, triples: list[Coefficients]) -> Tensor:
+    if _by_triton(x.device, x.dtype):
+        from isokron.kernels.triton_symmetric import newton_schulz_
+
+        return newton_schulz_(x, triples)
     for a, b, c in triples:
         gram = symmetric_product(x, x.mT)
         x = torch.baddbmm(x, symmetric_product(gram, gram, gram, b, c), x, beta=a)
     return x
+
+
+def _by_triton(device: torch.device, dtype: torch.dtype) -> bool:
+    return device.type == "cuda" and dtype.itemsize <= 4 and trusted("symmetric", device)[0]
 
 
 def _gram_space(x: Tensor, triples: list[Coefficients]) -> Tensor:
