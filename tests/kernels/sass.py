@@ -1,16 +1,17 @@
-"""What a Triton kernel becomes: compiled for a GPU that need not be there, and disassembled."""
+"""What a launch of a Triton kernel becomes on a GPU that need not be there: its machine code."""
 
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
-from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
 
 TOOLS = Path(nvidia.__file__).parent / "bin"
 
@@ -39,41 +40,45 @@ class Machine:
         return self.stack + self.count("LDL") + self.count("STL")
 
 
-def machine_code(
-    kernel: Any,
-    capability: int,
-    signature: Mapping[str, str | tuple[str, ...]],
-    constants: Mapping[str, Any],
-    options: Mapping[str, Any],
-    multiples_of_16: Sequence[str],
-    folder: Path,
-) -> Machine:
-    """Compile for sm_`capability`, as a launch would that found what `multiples_of_16` says.
+@dataclass(frozen=True)
+class AbsentGPU:
+    """As much of a driver as Triton asks for before it launches."""
 
-    A tuple in `signature` is strides of which the last is one, and the others such multiples.
+    capability: int
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.capability  # kernels are kept by device: to each architecture its own
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def machine_code(call: Callable[[], object], capability: int, folder: Path) -> Machine:
+    """The one kernel that `call` launches, on CPU tensors, compiled for sm_`capability` instead.
+
+    The signature is therefore the one that a launch finds: types, alignment, strides of one.
     """
-    names = kernel.arg_names
-    types: dict[str, Any] = {**signature, **dict.fromkeys(constants, "constexpr")}
-    fixed: dict[tuple[int, ...], Any] = {(names.index(k),): v for k, v in constants.items()}
-    hint = [["tt.divisibility", 16]]
-    hints = {(names.index(name),): hint for name in multiples_of_16}
-    for name, kinds in signature.items():
-        if isinstance(kinds, tuple):
-            last = len(kinds) - 1
-            fixed[names.index(name), last] = 1
-            hints |= {(names.index(name), i): hint for i in range(last)}
-            types[name] = (*kinds[:last], "constexpr")
-    built = triton.compile(
-        ASTSource(kernel, types, fixed, hints),
-        target=GPUTarget("cuda", capability, 32),
-        options=dict(options),
-    )
-    cubin = folder / f"{kernel.__name__}.cubin"
-    cubin.write_bytes(built.asm["cubin"])
+    built: list[Any] = []
+    run = JITFunction.run
+
+    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        built.append(run(kernel, *args, grid=grid, warmup=True, **kwargs))
+
+    with (
+        mock.patch.object(JITFunction, "run", compile_only),
+        mock.patch.object(triton.runtime.driver, "_active", AbsentGPU(capability)),
+    ):
+        call()
+    (kernel,) = built
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(kernel.asm["cubin"])
     usage = tool("cuobjdump", "-res-usage", str(cubin))
     registers, stack = (int(re.findall(rf"{key}:(\d+)", usage)[0]) for key in ("REG", "STACK"))
     sass = tool("nvdisasm", "-c", str(cubin))
-    return Machine(built.asm["ptx"], sass, registers, stack, built.metadata.shared)
+    return Machine(kernel.asm["ptx"], sass, registers, stack, kernel.metadata.shared)
 
 
 def tool(name: str, *arguments: str) -> str:

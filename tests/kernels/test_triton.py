@@ -3,10 +3,9 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,8 +20,6 @@ from sass import Machine, machine_code
 from isokron.kernels import triton_adamw, triton_symmetric
 
 TENSOR_CORES = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
-# what a launch tells the compiler about aligned tensors of even shapes
-EVEN = ("out", "add", "table", "rows", "columns")
 
 
 def test_every_kernel_is_right_in_the_interpreter() -> None:
@@ -56,41 +53,36 @@ def compiled_anew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @cache
-def adamw(folder: Path, capability: int, **flags: bool) -> Machine:
-    kernel = triton_adamw._adamw_kernel
-    off = dict.fromkeys([name for name in kernel.arg_names if name.isupper()], False)
-    numbers = ("lr", "decay", "beta1", "beta2", "eps")
-    signature = {"table": "*i64", "work": "*i64", "powers": "*fp32"}
-    signature |= dict.fromkeys(numbers, "fp32")
-    signature |= dict.fromkeys(("tensors", "chunks", "step", "seed"), "i32")
-    on = {"ALIGNED": True, "DECAY": True, "BLOCK": triton_adamw.BLOCK}
-    return machine_code(
-        kernel, capability, signature, off | on | flags, triton_adamw.OPTIONS, (), folder
-    )
+def adamw(
+    folder: Path,
+    capability: int,
+    low: bool = False,
+    seed: int | None = None,
+    odd: bool = False,
+    **flags: bool,
+) -> Machine:
+    lists = [[torch.zeros(2000 + odd)[odd:]] for _ in range(5)]
+    if low:
+        lists[:2] = [[tensor.bfloat16() for tensor in tensors] for tensors in lists[:2]]
+    numbers = {"lr": 0.1, "beta1": 0.9, "beta2": 0.9, "weight_decay": 0.1, "eps": 1e-8}
+    step = partial(triton_adamw.adamw_, *lists, step=3, seed=seed, **numbers, **flags)
+    return machine_code(step, capability, folder)
 
 
 @cache
 def product(
-    folder: Path, form: str, capability: int, dtype: str, precision: str = "tf32"
+    folder: Path, form: str, capability: int, dtype: torch.dtype, precision: str = "high"
 ) -> Machine:
-    signature: dict[str, Any] = {"out": f"*{dtype}", "add": f"*{dtype}", "table": "*i32"}
-    signature |= dict.fromkeys(("pairs", "rows", "columns"), "i32")
-    signature |= dict.fromkeys(("out_strides", "add_strides"), ("i32",) * 3)
-    signature |= dict.fromkeys(("alpha", "beta"), "fp32")
-    element = 4 if dtype == "fp32" else 2
-    if form == "pointers":
-        tile, depth = triton_symmetric.POINTER_TILES[element]
-        constants = {"TILE": tile, "DEPTH": depth, "ADD": True, "PRECISION": precision}
-        signature |= {"x": f"*{dtype}", "x_strides": ("i32",) * 3}
-        kernel, options = triton_symmetric._pointer_kernel, triton_symmetric.POINTER_OPTIONS
-        return machine_code(kernel, capability, signature, constants, options, (*EVEN, "x"), folder)
-    tile, depth = triton_symmetric.DESCRIPTOR_TILES[element]
-    part = triton_symmetric.HOPPER_ROWS if capability == 90 else tile
-    constants = {"TILE": tile, "DEPTH": depth, "ADD": True, "PART": part}
-    signature |= {"left": f"tensordesc<{dtype}[{part}, {depth}]>"}
-    signature |= {"right": f"tensordesc<{dtype}[{tile}, {depth}]>"}
-    kernel, options = triton_symmetric._descriptor_kernel, triton_symmetric.DESCRIPTOR_OPTIONS
-    return machine_code(kernel, capability, signature, constants, options, EVEN, folder)
+    x, add = torch.zeros(2, 256, 512, dtype=dtype), torch.zeros(2, 256, 256, dtype=dtype)
+    run: Callable[..., None] = triton_symmetric.by_pointers_
+    if form == "descriptors":
+        run = partial(triton_symmetric.by_descriptors_, hopper=capability == 90)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        return machine_code(lambda: run(x, add.clone(), 0.5, 2.0, add), capability, folder)
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
@@ -100,9 +92,9 @@ def test_adamw_loads_16_bytes_at_a_time_and_keeps_to_its_registers(
     # 1024 elements by 128 threads are 8 each: two loads a tensor of float32, one of bfloat16
     code = adamw(compiled_anew, capability)
     assert (code.count("LDG.E.128"), code.count("STG.E.128")) == (8, 6)
-    low = adamw(compiled_anew, capability, PARAM_BFLOAT16=True, GRAD_BFLOAT16=True, STOCHASTIC=True)
+    low = adamw(compiled_anew, capability, low=True, seed=1)
     assert (low.count("LDG.E.128"), low.count("STG.E.128")) == (6, 5)
-    most = adamw(compiled_anew, capability, AMSGRAD=True, MAXIMIZE=True)
+    most = adamw(compiled_anew, capability, amsgrad=True, maximize=True)
     assert (most.count("LDG.E.128"), most.count("STG.E.128")) == (10, 8)
     assert code.spills == low.spills == most.spills == 0
     assert max(code.registers, most.registers) <= 64  # 8 blocks, 1024 threads a processor
@@ -113,7 +105,7 @@ def test_adamw_loads_16_bytes_at_a_time_and_keeps_to_its_registers(
 def test_adamw_loads_single_elements_of_tensors_at_odd_addresses(
     compiled_anew: Path, capability: int
 ) -> None:
-    code = adamw(compiled_anew, capability, ALIGNED=False)
+    code = adamw(compiled_anew, capability, odd=True)
     assert not any(code.count(f"LDG.E.{bits}") for bits in (128, 256))
     assert code.spills == 0
 
@@ -134,10 +126,10 @@ def test_adamw_rounds_where_the_source_says_and_nowhere_else(
     assert "ftz" not in code.ptx
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_products_by_pointers_use_tensor_cores_without_spilling(
-    compiled_anew: Path, capability: int, dtype: str
+    compiled_anew: Path, capability: int, dtype: torch.dtype
 ) -> None:
     code = product(compiled_anew, "pointers", capability, dtype)
     assert code.count(TENSOR_CORES[capability]) > 0
@@ -151,16 +143,16 @@ def test_products_by_pointers_use_tensor_cores_without_spilling(
 def test_products_of_float32_in_full_use_no_tensor_cores(
     compiled_anew: Path, capability: int
 ) -> None:
-    code = product(compiled_anew, "pointers", capability, "fp32", "ieee")
+    code = product(compiled_anew, "pointers", capability, torch.float32, "highest")
     assert not any(code.count(name) for name in TENSOR_CORES.values())
     assert code.count("FFMA") > 0
     assert code.spills == 0
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("capability", [90, 100])
 def test_products_by_descriptors_fetch_by_tma_in_warps_of_their_own(
-    compiled_anew: Path, capability: int, dtype: str
+    compiled_anew: Path, capability: int, dtype: torch.dtype
 ) -> None:
     code = product(compiled_anew, "descriptors", capability, dtype)
     assert code.count(TENSOR_CORES[capability]) > 0
