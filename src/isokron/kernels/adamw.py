@@ -122,7 +122,7 @@ class Table:
 
     def small_and_large(self, params: Tensors) -> tuple[list[int], list[int]]:
         """The numbers of the tensors that are below SMALL, and of the others."""
-        if self.sizes[0] is not params:
+        if self.sizes[0] is not params or isinstance(params, list):
             large = [i for i, param in enumerate(params) if param.numel() >= SMALL]
             small = [i for i, param in enumerate(params) if param.numel() < SMALL]
             self.sizes = (params, small, large)
@@ -153,6 +153,13 @@ def adamw_(
     """
     table = table or Table()
     lists = (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps)
+    lengths = [len(tensors) for tensors in lists]
+    if {*lengths[:4], lengths[5]} != {lengths[0]} or lengths[4] not in (0, lengths[0]):
+        raise ValueError(
+            f"adamw_: the lists must be of one length (max_exp_avg_sqs may be empty), got {lengths}"
+        )
+    if not params:
+        return True
     rates = {"beta1": beta1, "beta2": beta2, "weight_decay": weight_decay, "eps": eps}
     if table.step(lists, lr=lr, maximize=maximize, **rates):
         return True
