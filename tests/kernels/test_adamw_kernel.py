@@ -123,6 +123,11 @@ def test_other_dtypes_shapes_and_views_with_gaps_are_refused(kind: int) -> None:
         assert not adamw_(*lists, **SETTINGS)
 
 
+def test_views_with_gaps_are_refused_though_all_have_them() -> None:
+    lists = [*([torch.rand(8, 8)[:, :4]] for _ in range(4)), [], [torch.ones(())]]
+    assert not adamw_(*lists, **SETTINGS)
+
+
 def test_nothing_is_written_beside_a_view() -> None:
     for length in range(70):
         for start in (1, 3, 16):

@@ -255,6 +255,22 @@ print(len(os.listdir("/proc/self/task")) - before, len({m for m in maps if "gomp
     assert lines_of(code, tmp_path, OMP_NUM_THREADS="2") == ["0", "1"]
 
 
+def test_torchs_number_of_threads_is_left_as_it_was(tmp_path: Path) -> None:
+    code = """
+import torch
+from torch import nn
+import isokron
+
+params = [nn.Parameter(torch.ones(n)) for n in (7, 64, 100000)]
+for param in params:
+    param.grad = torch.ones_like(param)
+isokron.AdamW(params).step()
+print(torch.get_num_threads())
+"""
+    for off in "01":
+        assert lines_of(code, tmp_path, OMP_NUM_THREADS="2", ISOKRON_NATIVE=off) == ["2"]
+
+
 @needs_native
 def test_a_forked_child_may_build_and_step(tmp_path: Path) -> None:
     code = """

@@ -18,9 +18,9 @@
 #include <math.h>
 #include <stdint.h>
 
-#define LINE 64                /* bytes of a cache line: shares begin at multiples of it */
-#define GRAIN (1 << 14)        /* elements worth waking a thread for */
-#define AHEAD 2048             /* bytes to fetch ahead; the processor itself stops at a page's end */
+#define LINE 64         /* bytes of a cache line: shares begin at multiples of it */
+#define GRAIN (1 << 14) /* elements worth waking a thread for */
+#define AHEAD 512       /* bytes to fetch ahead; the processor itself stops at the end of a page */
 
 /* torch's numbers for float32, and for the CPU */
 #define FLOAT 6
