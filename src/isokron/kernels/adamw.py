@@ -58,18 +58,16 @@ class Table:
         self.arrays: list[array[int]] = [array("Q")] * len(KINDS)
         self.struct = _List()
         self.fitted: Lists = ()
+        self.plain: Lists = ()
         self.sizes: tuple[Tensors, list[int], list[int]] = ((), [], [])
 
     def fits(self, lists: Lists) -> bool:
-        """Whether C can step the lists: there is a library, and it finds all layouts as it needs.
+        """Whether C can step the lists: it is there, and finds all layouts as it needs them.
 
-        Asked of gradients that are not there to be stepped on, such as sparse ones, the answer is
-        no. It holds until the next step of the same lists, or the next question.
+        Of gradients that are not there to be stepped on, such as sparse ones, the answer is no. It
+        holds until the next step of the same lists, or the next question.
         """
-        first = lists[0][0]
-        if first.device.type != "cpu" or first.dtype not in CODES:
-            return False
-        library = NATIVE.library()
+        library = library_for(lists[0][0])
         return library is not None and self._fits(library, lists)
 
     def _fits(self, library: ctypes.CDLL, lists: Lists) -> bool:
@@ -93,7 +91,7 @@ class Table:
         known = len(self.fitted) == len(lists) and all(map(is_, self.fitted, lists))
         if not known and not self.fits(lists):
             return False
-        library = NATIVE.library()
+        library = library_for(lists[0][0])
         if library is not None:
             self._step(library, **settings)
         return library is not None
@@ -163,10 +161,15 @@ def adamw_(
     rates = {"beta1": beta1, "beta2": beta2, "weight_decay": weight_decay, "eps": eps}
     if table.step(lists, lr=lr, maximize=maximize, **rates):
         return True
-    if not _alike(lists):
+    if not _alike(table, lists):
         return False
     _by_torch(table, lists, lr=lr, amsgrad=bool(max_exp_avg_sqs), maximize=maximize, **rates)
     return True
+
+
+def library_for(tensor: Tensor) -> ctypes.CDLL | None:
+    """The compiled code, if it is for tensors like this one and can be had."""
+    return NATIVE.library() if tensor.device.type == "cpu" and tensor.dtype in CODES else None
 
 
 def status() -> tuple[str, str]:
@@ -174,13 +177,17 @@ def status() -> tuple[str, str]:
     return NATIVE.status()
 
 
-def _alike(lists: Lists) -> bool:
+def _alike(table: Table, lists: Lists) -> bool:
     """Whether the tensors of each parameter are of one dtype and lie in memory in one order."""
     dtype = lists[0][0].dtype
     stepped = [tensors for tensors in lists[:-1] if tensors]
-    if any(tensor.dtype is not dtype for tensors in stepped for tensor in tensors):
+    state = [tensors for tensors in stepped[2:] if isinstance(tensors, tuple)]
+    known = len(state) == len(table.plain) > 0 and all(map(is_, state, table.plain))
+    asked = stepped[:2] if known else stepped
+    if any({tensor.dtype for tensor in tensors} != {dtype} for tensors in asked):
         return False
-    if all(all(map(Tensor.is_contiguous, tensors)) for tensors in stepped):
+    if all(all(map(Tensor.is_contiguous, tensors)) for tensors in asked):
+        table.plain = state if len(state) == len(stepped) - 2 else ()
         return True
     return all(
         len({(tensor.shape, tensor.stride()) for tensor in row}) == 1 and _dense(row[0])

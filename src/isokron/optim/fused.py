@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isokron.kernels import Lists, Table, Tensors, adamw_
+from isokron.kernels import Lists, Table, Tensors, adamw_, library_for
 from isokron.optim.groups import decay_rate, learning_rate
 
 
@@ -50,11 +50,14 @@ class FusedList:
 
     def look(self) -> list[Tensor] | None:
         """The gradients, if C has found them all there, dense, real and fit to be stepped on."""
-        grads = [p.grad for p in self.params]
-        present = [grad for grad in grads if grad is not None]
-        if len(present) == len(grads) and self.table.fits(self._lists(present)):
-            return present
-        return None
+        if library_for(self.params[0]) is None:
+            return None
+        present = self._present()
+        fit = len(present) == len(self.params) and self.table.fits(self._lists(present))
+        return present if fit else None
+
+    def _present(self) -> list[Tensor]:
+        return [grad for p in self.params if (grad := p.grad) is not None]
 
     def _lists(self, grads: list[Tensor]) -> Lists:
         moments = (self.state["exp_avg"], self.state["exp_avg_sq"])
@@ -68,17 +71,16 @@ class FusedList:
         if looked is not None:
             self._update_(self._lists(looked), group, self.table)
             return False
-        grads = [p.grad for p in self.params]
-        rows = [i for i, grad in enumerate(grads) if grad is not None]
-        if not rows:
+        present = self._present()
+        if not present:
             return False
-        present = [grad for grad in grads if grad is not None]
-        if len(rows) == len(grads):
+        if len(present) == len(self.params):
             self._update_(self._lists(present), group, self.table)
             return False
         parted = len(self.params) > 1 and self.step[0] is self.step[1]
         if parted:
             self.step = tuple(step.clone() for step in self.step)
+        rows = [i for i, p in enumerate(self.params) if p.grad is not None]
         lists: list[Tensors] = [
             [tensors[i] for i in rows] if tensors else [] for tensors in self._lists([])
         ]
