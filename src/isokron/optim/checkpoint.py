@@ -68,9 +68,7 @@ def adopt(plan: Plan, state: Mapping[Tensor, Any], group: Mapping[str, Any], who
                 elif key.startswith("next."):  # nothing has begun: what is there goes on
                     value[i].copy_(batch.state[key.removeprefix("next.")][i])
     for fused in plan.fused:
-        for i, param in enumerate(fused.params):
-            fused.adopt_(i, state.get(param) or {})
-        fused.share_step_()
+        fused.adopt_([state.get(param) or {} for param in fused.params])
     if plan.averages is not None:
         for i, param in enumerate(plan.averages.params):
             saved = state.get(param) or {}

@@ -1,6 +1,7 @@
 """Whether gradients can be stepped on, asked before anything changes."""
 
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -10,14 +11,16 @@ from isokron.optim.groups import param_name
 
 
 def check_gradients(
-    optimizer: str, groups: Sequence[Mapping[str, Any]], squares: bool
+    optimizer: str, groups: Sequence[Mapping[str, Any]], squares: bool, known: Sequence[bool] = ()
 ) -> str | None:
     """Raise for gradients no step could use, or say why to skip this one; None: step.
 
-    `squares`: gradients that overflow when squared are as bad as infinite ones.
+    `squares`: gradients that overflow when squared are as bad as infinite ones. `known`: groups
+    whose gradients somebody has seen to be dense and real.
     """
-    for group in groups:
-        _check_kinds(optimizer, group)
+    for group, dense in zip_longest(groups, known):
+        if not dense:
+            _check_kinds(optimizer, group)
     for mode in ("raise", "skip"):
         asking = [group for group in groups if group["nonfinite"] == mode]
         grads = [p.grad for group in asking for p in group["params"] if p.grad is not None]
@@ -36,6 +39,11 @@ def check_gradients(
 
 def _check_kinds(optimizer: str, group: Mapping[str, Any]) -> None:
     """Refuse sparse and complex gradients."""
+    # first all at once: over many small tensors this is much of AdamW's time
+    grads = [grad for param in group["params"] if (grad := param.grad) is not None]
+    dtypes = {grad.dtype for grad in grads}
+    if {grad.layout for grad in grads} <= {torch.strided} and not any(d.is_complex for d in dtypes):
+        return
     for i, param in enumerate(group["params"]):
         grad = param.grad
         if grad is not None and (grad.layout is not torch.strided or grad.is_complex()):

@@ -151,7 +151,11 @@ class Preconditioned(torch.optim.Optimizer):
                 f"{type(self).__name__}: parameters are averages for evaluation; call "
                 "optimizer.train() before the forward pass of a step"
             )
-        unfit = check_gradients(type(self).__name__, self.param_groups, self.squares)
+        pairs = zip(self.param_groups, self._plans, strict=False)  # at first there is no plan
+        looks = [plan.look(group) for group, plan in pairs]
+        seen = {fused: grads for look in looks for fused, grads in look.items()}
+        known = [bool(look) for look in looks]
+        unfit = check_gradients(type(self).__name__, self.param_groups, self.squares, known)
         if unfit:
             self.skipped_steps += 1
             logger.warning("skipped a step: %s", unfit)
@@ -160,7 +164,7 @@ class Preconditioned(torch.optim.Optimizer):
             note_peak_(group)
             before = plan.averages.before() if plan.averages else []
             self._step_blocks(plan, group)
-            parted = [fused.step_(group) for fused in plan.fused]
+            parted = [fused.step_(group, seen.get(fused)) for fused in plan.fused]
             if plan.averages:
                 plan.averages.after_(before, group)
             if any(parted):

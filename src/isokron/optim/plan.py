@@ -1,6 +1,6 @@
 """Which parameters of a group are blocks of which batch, and which go to AdamW."""
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_
@@ -44,6 +44,14 @@ class Plan:
             and all(param.grad is None for param in self.idle)
         )
 
+    def look(self, group: Mapping[str, Any]) -> dict[FusedList, list[Tensor]]:
+        """The gradients of the lists, if there is nothing else and all are fit to be stepped on."""
+        if self.batches or not self.holds(group):
+            return {}
+        looks = [(fused, fused.look()) for fused in self.fused]
+        found = {fused: grads for fused, grads in looks if grads is not None}
+        return found if len(found) == len(self.fused) else {}
+
     def entries(self) -> dict[Tensor, dict[str, Tensor]]:
         """The state of every parameter: flat keys, plain tensors, views of the batches' rows."""
         entries: dict[Tensor, dict[str, Tensor]] = {}
@@ -64,15 +72,18 @@ class Shown:
 
     def __init__(self, state: State) -> None:
         self.entries = list(state.values())
-        self.values = list(chain.from_iterable(entry.values() for entry in self.entries))
+        self.values = list(self._values())
 
     def still(self, state: State) -> bool:
         return (
             len(state) == len(self.entries)
             and all(map(is_, state.values(), self.entries))
-            and sum(map(len, self.entries)) == len(self.values)
-            and all(map(is_, chain.from_iterable(map(dict.values, self.entries)), self.values))
+            and all(map(is_, self._values(), self.values))
         )
+
+    def _values(self) -> Iterator[Any]:
+        """All values and then an end, which no longer or shorter row of values agrees with."""
+        return chain(chain.from_iterable(map(dict.values, self.entries)), (Shown,))
 
 
 def layout(group: Mapping[str, Any], shaping: tuple[str, ...]) -> tuple[Any, ...]:
