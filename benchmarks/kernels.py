@@ -1,11 +1,14 @@
 """Kernels against torch's own, and against what the memory allows.
 
-    python benchmarks/kernels.py [--only adamw] [--rounds 200]
+    python benchmarks/kernels.py [--only adamw|gram|newton-schulz] [--rounds 200]
 
 adamw: AdamW reads p, g, m, v and writes p, m, v: 28 bytes a float32 element. The limit is what the
 same traffic takes with next to no arithmetic (traffic.c: four arrays read, three of them written,
 on as many threads), over as many elements in four whole arrays. "native" is isokron.AdamW as it is
-where there is a compiler, "operator" what it is where there is none (ISOKRON_NATIVE=0).
+where there is a compiler, "operator" what it is where there is none (ISOKRON_NATIVE=0), "flat" with
+flat=True. Ratios are to torch's fused AdamW.
+gram: β·F + w·GGᵀ on one triangle, against the whole product.
+newton-schulz: polar factors, against torch.optim.Muon's own loop and a plain one in float32.
 """
 
 import argparse
@@ -15,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from products import gram_section, newton_schulz_section
 from timing import conditions, interleaved
 
 import isokron
@@ -80,33 +84,37 @@ def memory_traffic(elements: int) -> Callable[[], object]:
 
 def adamw(rounds: int) -> None:
     print("AdamW:", ": ".join(status()))
-    names = ["torch fused", "native", "operator", "limit"]
-    print(
-        f"{'':20}"
-        + "".join(f"{name:>13}" for name in names)
-        + "   native/torch operator/torch of limit"
-    )
+    ours = {
+        "native": {},
+        "flat": {"flat": True},
+        "operator": {"native": False},
+        "flat operator": {"native": False, "flat": True},
+    }
+    print(f"{'ms':18}{'torch':>9}" + "".join(f"{name:>20}" for name in ours) + f"{'limit':>9}")
     for name, shapes in CASES.items():
         torch.manual_seed(0)
         elements = sum(torch.Size(shape).numel() for shape in shapes)
         took = interleaved(
             {
-                "torch fused": stepper(torch.optim.AdamW, shapes, fused=True),
-                "native": stepper(isokron.AdamW, shapes),
-                "operator": stepper(isokron.AdamW, shapes, native=False),
+                "torch": stepper(torch.optim.AdamW, shapes, fused=True),
+                **{key: stepper(isokron.AdamW, shapes, **way) for key, way in ours.items()},
                 "limit": memory_traffic(elements),
             },
             rounds,
         )
-        times = "".join(f"{1e3 * took[key]:10.3f} ms" for key in names)
-        ratios = [took[key] / took["torch fused"] for key in ("native", "operator")]
+        cells = [f"{1e3 * took[key]:12.3f} ({took[key] / took['torch']:.2f}×)" for key in ours]
+        reached = took["limit"] / min(took["native"], took["flat"])
         print(
-            f"{name:20}{times}{ratios[0]:15.2f}{ratios[1]:15.2f}"
-            f"{took['limit'] / took['native']:9.0%}"
+            f"{name:18}{1e3 * took['torch']:9.3f}{''.join(cells)}{1e3 * took['limit']:9.3f}"
+            f" ({reached:.0%} reached)"
         )
 
 
-SECTIONS: dict[str, Callable[[int], None]] = {"adamw": adamw}
+SECTIONS: dict[str, Callable[[int], None]] = {
+    "adamw": adamw,
+    "gram": lambda rounds: gram_section(rounds // 20),
+    "newton-schulz": lambda rounds: newton_schulz_section(rounds // 20),
+}
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from isokron.linalg.polynomials import schedule
 
 CLASSIC = schedule("classic", 5)
 SHAPES = [(512, 512), (512, 2048), (1024, 1024), (1024, 4096), (2048, 2048)]
-SLOW = 2**20  # torch's bfloat16 loop on larger matrices takes minutes without bfloat16 units
+SLOW = 2**20  # without bfloat16 units torch's loop takes so long that it is run once, or not
 
 
 def plain_loop(matrix: Tensor) -> Tensor:
@@ -44,12 +44,12 @@ def newton_schulz_section(rounds: int) -> None:
                 for method in ("plain", "symmetric", "gram", "eigh")
             },
         }
-        if matrix.numel() <= SLOW:
-            contestants["torch.optim.Muon"] = partial(
-                _zeropower_via_newtonschulz, matrix, CLASSIC[0], 5, 1e-7
-            )
         u, _, vh = torch.linalg.svd(matrix, full_matrices=False)
         took = interleaved(contestants, max(3, rounds * 2**18 // matrix.numel()), 1)
+        if matrix.numel() <= SLOW:
+            muon = partial(_zeropower_via_newtonschulz, matrix, CLASSIC[0], 5, 1e-7)
+            contestants["torch.optim.Muon"] = muon
+            took |= interleaved({"torch.optim.Muon": muon}, 1, 0)
         chosen = quickest(*shape, matrix.device, matrix.dtype, CLASSIC, exact=True)
         print(f"{shape[0]}×{shape[1]} (auto is {chosen})")
         for name, run in contestants.items():

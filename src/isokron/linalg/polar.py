@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from isokron.kernels.trust import trusted
-from isokron.linalg.eigen import eigh
+from isokron.linalg.eigen import eigh, power_of_two
 from isokron.linalg.gram import symmetric_product
 from isokron.linalg.polynomials import Choice, Coefficients, schedule
 
@@ -85,11 +85,12 @@ def quickest(
     resolved = slope**2 * torch.finfo(dtype).eps < 1
     if device.type != "cpu":
         return "symmetric" if rows >= GPU_SYMMETRIC and _by_triton(device, dtype) else "plain"
-    if exact and rows >= 512 and dtype in (torch.float32, torch.float64):
+    long = cols >= 2 * rows
+    if exact and dtype.itemsize >= 4 and rows >= (192 if long else 512):
         return "eigh"
-    if resolved and rows >= 128 and cols >= 2 * rows:
+    if resolved and rows >= 192 and long:
         return "gram"
-    return "symmetric" if rows >= 512 else "plain"
+    return "symmetric" if rows >= 768 else "plain"
 
 
 def _polar(
@@ -177,6 +178,4 @@ def _scaled(x: Tensor) -> Tensor:
 
     Without it the norm of a finite matrix may overflow, and that of a tiny one drown in `eps`.
     """
-    low, high = x.flatten(1).aminmax(dim=1)
-    exponent = torch.frexp(torch.maximum(-low, high)).exponent
-    return torch.ldexp(x, -exponent.view(-1, 1, 1))
+    return x / power_of_two(x.abs().amax((-2, -1)))[:, None, None]

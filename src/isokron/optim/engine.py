@@ -171,6 +171,12 @@ class Preconditioned(torch.optim.Optimizer):
                 self._show(plan)
         return loss
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients; those of a `flat` group become zero where they are."""
+        super().zero_grad(set_to_none)
+        for plan in self._plans:
+            plan.zero_grads_()
+
     def train(self) -> None:
         """With averaging: let parameters be the point where gradients are taken."""
         self._show_mode("train")

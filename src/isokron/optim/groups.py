@@ -77,7 +77,7 @@ def check_group(optimizer: str, group: Mapping[str, Any]) -> None:
         need(_whole(group[name], least), name, f"a whole number of at least {least}")
     for name in ("start", "max_dim"):
         need(group[name] is None or _whole(group[name], 1), name, "None or a whole number above 0")
-    for name in ("vectors", "stagger", "nesterov", "maximize", "amsgrad"):
+    for name in ("vectors", "stagger", "nesterov", "maximize", "amsgrad", "flat"):
         need(isinstance(group[name], bool), name, "True or False")
     if wrong := check_cadence(group):
         need(False, "delay", wrong)

@@ -12,6 +12,7 @@ from torch import Tensor
 from isokron.optim.averaging import Averages
 from isokron.optim.blocks import Batch, Row, cut_blocks
 from isokron.optim.cadence import take_turns_
+from isokron.optim.flat import FlatList, small_and_large
 from isokron.optim.fused import FusedList
 from isokron.optim.groups import state_dtype
 from isokron.optim.settings import LAYOUT
@@ -31,7 +32,7 @@ class Plan:
     shaping: tuple[str, ...]
     idle: list[Tensor]
     batches: list[Batch]
-    fused: list[FusedList]
+    fused: list[FusedList | FlatList]
     averages: Averages | None
 
     def holds(self, group: Mapping[str, Any]) -> bool:
@@ -44,13 +45,19 @@ class Plan:
             and all(param.grad is None for param in self.idle)
         )
 
-    def look(self, group: Mapping[str, Any]) -> dict[FusedList, list[Tensor]]:
+    def look(self, group: Mapping[str, Any]) -> dict[FusedList | FlatList, list[Tensor]]:
         """The gradients of the lists, if there is nothing else and all are fit to be stepped on."""
         if self.batches or not self.holds(group):
             return {}
         looks = [(fused, fused.look()) for fused in self.fused]
         found = {fused: grads for fused, grads in looks if grads is not None}
         return found if len(found) == len(self.fused) else {}
+
+    def zero_grads_(self) -> None:
+        """Give back to flat lists the gradients that live in their buffers."""
+        for fused in self.fused:
+            if isinstance(fused, FlatList):
+                fused.zero_grad_()
 
     def entries(self) -> dict[Tensor, dict[str, Tensor]]:
         """The state of every parameter: flat keys, plain tensors, views of the batches' rows."""
@@ -132,13 +139,15 @@ def build_plan(
     for equal in rows.values():
         dtype = state_dtype(equal[0].param, group)
         batches.append(Batch(equal, torch.promote_types(dtype, least) if least else dtype))
-    fused = [
-        FusedList(params, state_dtype(params[0], group), group["amsgrad"])
-        for params in lists.values()
-    ]
+    fused: list[FusedList | FlatList] = []
+    for params in lists.values():
+        form = (state_dtype(params[0], group), group["amsgrad"])
+        small, large = small_and_large(params) if group["flat"] else ([], params)
+        fused += [FlatList(small, *form)] if small else []
+        fused += [FusedList(large, *form)] if large else []
     if group["stagger"]:
         take_turns_(batches, group)
     stepped = [p for p in group["params"] if p.numel() and all(p is not q for q in idle)]
     averages = Averages(stepped, group) if group["average"] else None
-    form = layout(group, shaping)
-    return Plan(list(group["params"]), form, shaping, idle, batches, fused, averages)
+    made_for = layout(group, shaping)
+    return Plan(list(group["params"]), made_for, shaping, idle, batches, fused, averages)

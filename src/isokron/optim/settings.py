@@ -35,6 +35,7 @@ SHARED: dict[str, Any] = {
     "betas": (0.9, 0.999),  # of AdamW; β₂ also of grafting
     "eps": 1e-8,
     "amsgrad": False,
+    "flat": False,  # whether AdamW moves small tensors, and their gradients, into one buffer
     "maximize": False,
     "nonfinite": "raise",  # or "skip" the step, or "ignore" (no check)
     "state_dtype": torch.float32,  # at least this wide; None: the parameter's own
@@ -66,6 +67,7 @@ LAYOUT = (
     "stagger",
     "average",
     "amsgrad",
+    "flat",
     "state_dtype",
 )
 
@@ -90,6 +92,7 @@ class Shared(TypedDict, total=False):
     average_decay: float
     eps: float
     amsgrad: bool
+    flat: bool
     maximize: bool
     nonfinite: Literal["raise", "skip", "ignore"]
     state_dtype: torch.dtype | None
