@@ -23,7 +23,7 @@ from timing import conditions, interleaved
 
 import isokron
 from isokron.kernels import status
-from isokron.kernels.adamw import OPENMP
+from isokron.kernels.adamw_native import OPENMP
 from isokron.kernels.native import Native, torch_symbols
 
 Shapes = list[tuple[int, ...]]

@@ -19,6 +19,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 import triton
 
+from isokron.kernels import adamw as dispatch
 from isokron.kernels import triton_adamw, triton_symmetric, trust
 from isokron.kernels.triton_adamw import adamw_
 from isokron.kernels.triton_symmetric import newton_schulz_, symmetric_matmul
@@ -391,7 +392,8 @@ def test_descriptors_are_taken_where_tma_can_and_pays() -> None:
     assert not fits(x.float())  # in full precision, which has no tensor cores
 
 
-def test_what_earns_trust_on_a_gpu_runs_here_too() -> None:
+def test_what_earns_trust_on_a_gpu_runs_here_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trust, "SHAPES", [(2, 70, 33)])
     trust.check_symmetric(torch.device("cpu"))
     # torch's operator for the CPU rounds in another order than its kernel for GPUs, which is told
     with pytest.raises(trust.Untrusted, match="bits"):
@@ -407,3 +409,24 @@ def test_products_that_are_wrong_are_not_trusted(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(triton_symmetric, "symmetric_matmul", wrong)
     with pytest.raises(trust.Untrusted, match="off by"):
         trust.check_symmetric(torch.device("cpu"))
+
+
+def test_the_dispatch_counts_steps_and_leaves_to_torch_what_it_cannot_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dispatch, "trusted", lambda name, device: (True, ""))
+    table, steps = dispatch.Table(), (torch.zeros(()),) * 3
+    lists = [[torch.randn(n) for n in (5, 64, 1030)] for _ in range(2)]
+    lists += [[torch.zeros_like(p) for p in lists[0]] for _ in range(2)]
+    straight = [[tensor.clone() for tensor in tensors] for tensors in lists]
+    for step in (1, 2, 3):
+        steps[0].add_(1)
+        assert dispatch._by_triton(table, (*lists, (), steps), maximize=False, **SETTINGS)
+        adamw_(*straight, step=step, **SETTINGS)
+    for mine, other in zip(lists, straight, strict=True):
+        assert all(map(torch.equal, mine, other))
+    for wrong in (torch.randn(2, 8).mT, torch.randn(16).double(), torch.randn(16).half()):
+        params = [torch.randn(wrong.shape)]
+        state = [[torch.zeros_like(params[0])] for _ in range(2)]
+        given = (params, [wrong], *state, (), steps[:1])
+        assert not dispatch._by_triton(table, given, maximize=False, **SETTINGS)

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import isokron
-from isokron.kernels import adamw, native, status
-from isokron.kernels.adamw import NATIVE
+from isokron.kernels import adamw_native, native, status
+from isokron.kernels.adamw_native import NATIVE
 from isokron.kernels.native import Native
 
 # Train beside torch on lengths with every remainder, some large enough for several threads.
@@ -49,7 +49,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
         monkeypatch.setenv("ISOKRON_CACHE", str(cache))
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr(adamw, "NATIVE", Native("adamw.c", NATIVE.check, NATIVE.defines))
+        monkeypatch.setattr(adamw_native, "NATIVE", Native("adamw.c", NATIVE.check, NATIVE.defines))
         assert_steps_are_torchs()
         return ": ".join(status())
 
