@@ -18,7 +18,7 @@ ALLOWED = {
     "optim": {"kernels", "linalg", "operators"},
     "tasks": set(),
     "race": {"optim", "tasks"},
-    "cli": {"optim", "tasks", "race"},
+    "cli": {"kernels", "optim", "tasks", "race"},
 }
 OPTIONAL = {"triton", "jax", "transformers", "datasets", "faiss", "matplotlib", "sklearn"}
 

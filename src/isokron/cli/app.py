@@ -12,6 +12,7 @@ import typer
 from isokron._version import __version__
 from isokron.cli.demo import demo
 from isokron.cli.errors import complain
+from isokron.cli.info import info
 from isokron.cli.race import race
 from isokron.cli.tasks import tasks
 
@@ -36,6 +37,7 @@ app = typer.Typer(
 app.command()(demo)
 app.command()(race)
 app.command()(tasks)
+app.command()(info)
 
 
 def _version(wanted: bool) -> None:
