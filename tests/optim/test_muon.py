@@ -151,3 +151,13 @@ def test_a_grafted_first_step_has_the_full_length(kind: str) -> None:
     isokron.Muon([weight], lr=1.0, graft=kind, weight_decay=0.0).step()
     expected = weight.grad.norm() if kind == "sgd" else torch.tensor(16.0)
     torch.testing.assert_close(weight.detach().norm(), expected, rtol=1e-4, atol=0)
+
+
+def test_without_coefficients_large_matrices_get_the_polar_factor_itself() -> None:
+    weight = torch.nn.Parameter(torch.zeros(200, 600))
+    optimizer = isokron.Muon([weight], lr=1.0, weight_decay=0.0, coefficients=None)
+    weight.grad = torch.randn(200, 600)
+    optimizer.step()
+    u, _, vh = torch.linalg.svd(weight.grad, full_matrices=False)
+    expected = -0.2 * 600**0.5 * u @ vh
+    torch.testing.assert_close(weight.detach(), expected, rtol=1e-3, atol=1e-4)

@@ -45,7 +45,7 @@ def newton_schulz(
         )
     if method not in METHODS:
         raise ValueError(f"method must be one of {METHODS}, got {method!r}")
-    triples = schedule("classic" if coefficients is None else coefficients, steps)
+    triples = schedule(coefficients, steps)
     if matrix.numel() == 0:
         return matrix.clone()
     wide = torch.promote_types(matrix.dtype, torch.float32)

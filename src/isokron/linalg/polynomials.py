@@ -47,10 +47,15 @@ POLYNOMIALS: dict[str, list[Coefficients]] = {
 }
 
 
-def schedule(coefficients: Choice, steps: int) -> list[Coefficients]:
-    """One triple a step, from a name in POLYNOMIALS, one triple for all or one for each."""
+def schedule(coefficients: Choice | None, steps: int) -> list[Coefficients]:
+    """One triple a step, from a name in POLYNOMIALS, one triple for all or one for each.
+
+    None: "classic".
+    """
     if not isinstance(steps, int) or steps < 0:
         raise ValueError(f"steps must be an integer of at least 0, got {steps!r}")
+    if coefficients is None:
+        coefficients = "classic"
     if isinstance(coefficients, str):
         if coefficients not in POLYNOMIALS:
             raise ValueError(

@@ -34,7 +34,7 @@ class Muon(Preconditioned):
         weight_decay: float = 0.1,
         scale: str = "match_rms_adamw",
         steps: int = 5,
-        coefficients: Choice = "classic",
+        coefficients: Choice | None = "classic",
         dtype: torch.dtype | None = None,
         graft: str | None = None,
         betas: tuple[float, float] = (0.9, 0.99),

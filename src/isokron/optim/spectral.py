@@ -15,7 +15,7 @@ def spectral_direction(
     moment: Tensor,
     scale: str = "match_rms_adamw",
     steps: int = 5,
-    coefficients: Choice = "classic",
+    coefficients: Choice | None = "classic",
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """scale · polar(M). [B, m, n]
