@@ -3,7 +3,10 @@
 import ctypes
 import gc
 import mmap
+import os
 import random
+import subprocess
+import sys
 import threading
 import weakref
 from typing import Any
@@ -346,3 +349,60 @@ def test_a_run_goes_on_from_one_path_to_the_other(
         return [param.detach() for param in params]
 
     assert all(map(torch.equal, run(switch_at=4), run(switch_at=99)))
+
+
+@pytest.mark.parametrize("native", ["0", "1"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [32, 65, 4096])
+def test_a_parameter_that_has_changed_its_shape_is_refused(
+    size: int, dtype: torch.dtype, native: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ISOKRON_NATIVE", native)
+    param = nn.Parameter(torch.ones(64, dtype=dtype))
+    optimizer = isokron.AdamW([param])
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    param.data = torch.ones(size, dtype=dtype)
+    param.grad = torch.ones_like(param)
+    with pytest.raises(RuntimeError, match=r"must keep its shape.*\(64,\)"):
+        optimizer.step()
+
+
+def test_counters_are_float32_whatever_the_default_is() -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        params = [nn.Parameter(torch.ones(8, 8, dtype=torch.float32)) for _ in range(2)]
+        optimizers = [isokron.AdamW(params[:1]), isokron.SOAP(params[1:])]
+        for _ in range(300):
+            for param, optimizer in zip(params, optimizers, strict=True):
+                param.grad = torch.ones_like(param)
+                optimizer.step()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for param, optimizer in zip(params, optimizers, strict=True):
+        assert optimizer.state[param]["step"] == 300
+
+
+def test_parameters_that_share_memory_are_stepped_in_their_order() -> None:
+    """On two threads they would race; one after the other they are stepped as torch does."""
+    code = """
+import torch, isokron
+from torch import nn
+torch.manual_seed(0)
+values = [torch.randn(1 << 16) for _ in range(2)]
+grads = [[torch.randn(1 << 16) for _ in range(3)] for _ in range(4)]
+ends = []
+for make in (isokron.AdamW, lambda p, lr: torch.optim.AdamW(p, lr=lr, fused=True)):
+    c, a = (nn.Parameter(value.clone()) for value in values)
+    params = [c, a, nn.Parameter(a.data)]
+    optimizer = make(params, lr=0.1)
+    for row in grads:
+        for param, grad in zip(params, row):
+            param.grad = grad.clone()
+        optimizer.step()
+    ends.append([param.detach() for param in params])
+assert torch.get_num_threads() == 2
+assert all(map(torch.equal, *ends))
+"""
+    env = {**os.environ, "OMP_NUM_THREADS": "2"}
+    subprocess.run([sys.executable, "-c", code], env=env, check=True)

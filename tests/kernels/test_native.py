@@ -167,7 +167,7 @@ def test_a_compiler_that_fails_leaves_it_to_torch(tmp_path: Path, run: Run) -> N
     )
     cache = tmp_path / "cache"
     assert run(cache, CC=compiler) == f"torch: {compiler} failed: no"
-    assert kept(cache) == []
+    assert not cache.exists()
 
 
 def test_a_compiler_that_is_not_there_leaves_it_to_torch(tmp_path: Path, run: Run) -> None:
@@ -294,3 +294,46 @@ def child():
 print(child(), step() < 100, child())
 """
     assert lines_of(code, tmp_path) == ["0", "True", "0"]
+
+
+@needs_native
+def test_arguments_of_a_compiler_make_other_code(tmp_path: Path, run: Run) -> None:
+    assert run(tmp_path, CC="cc").startswith("native")
+    assert run(tmp_path, CC="cc -DNOTHING=1").startswith("native")
+    assert len(kept(tmp_path)) == 2
+
+
+@needs_native
+def test_a_full_disk_is_replaced_by_a_temporary_directory(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep = native._keep
+
+    def full(code: bytes, path: Path) -> None:
+        if path.parent == tmp_path:
+            raise OSError(28, "No space left on device")
+        keep(code, path)
+
+    monkeypatch.setattr(native, "_keep", full)
+    assert run(tmp_path).startswith("native")
+    assert kept(tmp_path) == []
+
+
+@needs_native
+def test_a_user_without_a_home_has_a_temporary_directory(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(native.Path, "home", homeless)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert run(Path(), ISOKRON_CACHE="").startswith("native")
+
+
+def test_a_relative_cache_is_one_of_this_directory(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(Path()) == run(Path())
+    assert len(kept(tmp_path)) == int(ABLE)

@@ -218,3 +218,15 @@ def test_wrong_arguments_are_named(settings: dict[str, object], message: str) ->
         newton_schulz(torch.ones(2, 2), **settings)
     with pytest.raises(ValueError, match="needs matrices"):
         newton_schulz(torch.ones(3))
+
+
+@pytest.mark.parametrize("method", [*SAME, "eigh", "reference"])
+def test_no_gradient_flows_and_none_is_needed(method: str) -> None:
+    weight = torch.randn(600, 700, requires_grad=True)
+    assert not newton_schulz(weight, 1, method=method).requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
+def test_what_is_not_real_is_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match=f"floating-point matrices, got {dtype}"):
+        newton_schulz(torch.ones(2, 3).to(dtype))

@@ -185,3 +185,86 @@ def test_other_optimizers_keep_their_vectors_in_a_buffer_too() -> None:
 def test_flat_must_be_true_or_false() -> None:
     with pytest.raises(ValueError, match="flat"):
         isokron.AdamW(params_of(), flat="yes")
+
+
+def two_layers(flat: bool) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False))
+    return model, isokron.AdamW(model.parameters(), lr=0.1, flat=flat)
+
+
+def train_on(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for step in range(steps):
+        optimizer.zero_grad()
+        x = torch.randn(4, 32, generator=torch.Generator().manual_seed(step))
+        model(x.to(next(model.parameters()).dtype)).square().sum().backward()
+        optimizer.step()
+
+
+def test_a_frozen_parameter_stays_where_it_is() -> None:
+    ends = []
+    for flat in (True, False):
+        model, optimizer = two_layers(flat)
+        train_on(model, optimizer, 3)
+        model[0].weight.requires_grad_(False)
+        train_on(model, optimizer, 3)
+        ends.append(list(model.parameters()))
+    assert all(map(torch.equal, *ends))
+
+
+def test_a_model_that_changes_its_dtype_and_back_is_followed() -> None:
+    ends = []
+    for flat in (True, False):
+        model, optimizer = two_layers(flat)
+        train_on(model, optimizer, 2)
+        model.double()
+        optimizer.zero_grad()
+        assert not any(p.grad is not None and p.grad.any() for p in model.parameters())
+        model.float()
+        train_on(model, optimizer, 2)
+        ends.append(list(model.parameters()))
+    assert all(map(torch.equal, *ends))
+
+
+def test_gradients_whose_data_is_replaced_or_that_change_places_are_followed() -> None:
+    ends = []
+    for flat in (True, False):
+        params = [nn.Parameter(torch.ones(64)), nn.Parameter(-torch.ones(64))]
+        optimizer = isokron.AdamW(params, lr=0.1, flat=flat)
+        for step in range(4):
+            optimizer.zero_grad()
+            sum((p * (i + step + 1)).square().sum() for i, p in enumerate(params)).backward()
+            if step == 1:
+                for param in params:
+                    param.grad.data = param.grad.data.clamp(-0.1, 0.1)
+            if step == 2:
+                params[0].grad, params[1].grad = params[1].grad, params[0].grad
+            optimizer.step()
+        ends.append([p.detach() for p in params])
+    assert all(map(torch.equal, *ends))
+
+
+def test_a_parameter_turned_round_in_place_is_followed() -> None:
+    ends = []
+    for flat in (True, False):
+        model, optimizer = two_layers(flat)
+        train_on(model, optimizer, 2)
+        model[0].weight.data = model[0].weight.data.t()
+        train_on(model, optimizer, 2)
+        ends.append(list(model.parameters()))
+    assert all(map(torch.equal, *ends))
+
+
+def test_memory_that_somebody_else_has_hold_of_is_not_left() -> None:
+    one, other, third = (nn.Parameter(torch.randn(64)) for _ in range(3))
+    twin, view = nn.Parameter(one.data), other.data
+    shared = nn.Parameter(torch.randn(64).share_memory_())
+    optimizer = isokron.AdamW(
+        [{"params": [one, other, third, shared]}, {"params": [twin]}], flat=True
+    )
+    for param in (one, other, third, shared, twin):
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert torch.equal(one, twin)
+    assert torch.equal(other, view)
+    assert shared.is_shared()

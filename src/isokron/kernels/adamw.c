@@ -17,6 +17,7 @@
 
 #include <math.h>
 #include <stdint.h>
+#include <stdlib.h>
 
 #define LINE 64         /* bytes of a cache line: shares begin at multiples of it */
 #define GRAIN (1 << 14) /* elements worth waking a thread for */
@@ -45,6 +46,7 @@ struct list {
     void **data[KINDS];                /* filled here: where their elements are */
     int64_t *length;                   /* filled here */
     int64_t known;                     /* whether the state is what it was when last it fitted */
+    int64_t shared;                    /* filled here: whether parameters share memory */
     double lr, beta1, beta2, weight_decay, eps;
     int64_t maximize;
     int64_t threads;
@@ -134,11 +136,43 @@ static int fits(struct list *l, int64_t i, int32_t dtype) {
     return other.dtype == FLOAT && other.device == DEVICE && dense_length(&other) == 1;
 }
 
+struct range {
+    char *from, *to;
+};
+
+static int earlier(const void *a, const void *b) {
+    const char *x = ((const struct range *)a)->from, *y = ((const struct range *)b)->from;
+    return (x > y) - (x < y);
+}
+
+/* Whether two parameters share memory. Then one thread steps all, in their order, as torch does. */
+static int64_t shared(const struct list *l, int64_t size) {
+    struct range *ranges = malloc((size_t)(l->count + 1) * sizeof *ranges);
+    if (!ranges) return 1;
+    int64_t found = 0;
+    for (int64_t i = 0; i < l->count; ++i) {
+        ranges[i].from = l->data[PARAM][i];
+        ranges[i].to = ranges[i].from + l->length[i] * size;
+    }
+    qsort(ranges, (size_t)l->count, sizeof *ranges, earlier);
+    for (int64_t i = 1; i < l->count && !found; ++i) {
+        found = ranges[i].from < ranges[i - 1].to && ranges[i].from < ranges[i].to;
+        if (ranges[i].to < ranges[i - 1].to) ranges[i].to = ranges[i - 1].to;
+    }
+    free(ranges);
+    return found;
+}
+
 /* Whether every tensor is on the CPU, of `dtype` and laid out like its state. Asked before a step. */
 int64_t isokron_adamw_fits(struct list *l, int32_t dtype) {
-    int64_t i = 0;
-    while (i < l->count && fits(l, i, dtype)) ++i;
-    return l->known = i == l->count;
+    int64_t moved = !l->known;
+    for (int64_t i = 0; i < l->count; ++i) {
+        void *before = l->data[PARAM][i];
+        if (!fits(l, i, dtype)) return l->known = 0;
+        moved |= l->data[PARAM][i] != before;
+    }
+    if (moved) l->shared = shared(l, dtype == FLOAT ? sizeof(float) : sizeof(double));
+    return l->known = 1;
 }
 
 /* One step of a list that fits. */
@@ -262,7 +296,7 @@ static void NAME(on_thread)(void *list) {
 
 static void NAME(adamw)(struct list *l) {
     const int64_t total = NAME(total)(l), most = total * PER_LINE / GRAIN;
-    const int64_t threads = most < l->threads ? most : l->threads;
+    const int64_t threads = l->shared ? 1 : most < l->threads ? most : l->threads;
     if (threads > 1) l->parallel(NAME(on_thread), l, (unsigned)threads, 0);
     else NAME(share)(l, total, 0, 1);
 }

@@ -29,7 +29,7 @@ class Table:
         self.pointers = Pointers()  # for C
         self.plain: Lists = ()  # state that has been seen to be contiguous
         self.sizes: tuple[Tensors, list[int], list[int]] = ((), [], [])
-        self.counted: tuple[Tensor | None, float] = (None, 0.0)
+        self.counted: tuple[Tensor | None, int, float] = (None, 0, 0.0)
 
     def fits(self, lists: Lists) -> bool:
         """Whether C can step the lists as they are; see Pointers."""
@@ -37,9 +37,10 @@ class Table:
 
     def count(self, step: Tensor) -> float:
         """The number on a device that has just been raised by one, without waiting for it."""
-        known, number = self.counted
-        self.counted = (step, number + 1 if known is step else float(step))
-        return self.counted[1]
+        known, version, number = self.counted
+        followed = known is step and step._version == version + 1  # nothing else was done to it
+        self.counted = (step, step._version, number + 1 if followed else float(step))
+        return self.counted[2]
 
     def small_and_large(self, params: Tensors) -> tuple[list[int], list[int]]:
         """The numbers of the tensors that are below SMALL, and of the others."""
@@ -86,7 +87,6 @@ def adamw_(
         return True
     if params[0].is_cuda and _by_triton(table, lists, lr=lr, maximize=maximize, **rates):
         return True
-    table.counted = (None, 0.0)
     if not _alike(table, lists):
         return False
     _by_torch(table, lists, lr=lr, amsgrad=bool(max_exp_avg_sqs), maximize=maximize, **rates)
@@ -101,6 +101,9 @@ def _alike(table: Table, lists: Lists) -> bool:
     known = len(state) == len(table.plain) > 0 and all(map(is_, state, table.plain))
     asked = stepped[:2] if known else stepped
     if any({tensor.dtype for tensor in tensors} != {dtype} for tensors in asked):
+        return False
+    sizes = list(map(Tensor.numel, stepped[2]))
+    if any(list(map(Tensor.numel, tensors)) != sizes for tensors in asked):
         return False
     if all(all(map(Tensor.is_contiguous, tensors)) for tensors in asked):
         table.plain = state if len(state) == len(stepped) - 2 else ()
@@ -121,10 +124,10 @@ def _dense(tensor: Tensor) -> bool:
 def _by_triton(table: Table, lists: Lists, *, lr: float | Tensor, **settings: Any) -> bool:
     """One launch for all, if the kernel can take them; it reads half-precision parameters too."""
     params, grads, *_, steps = lists
-    if not trusted("adamw", params[0].device)[0] or any(step is not steps[0] for step in steps):
-        return False
     capturing = params[0].is_cuda and torch.cuda.is_current_stream_capturing()
     if capturing or isinstance(lr, Tensor):  # a number on the device is not to be waited for
+        return False
+    if any(step is not steps[0] for step in steps) or not trusted("adamw", params[0].device)[0]:
         return False
     stepped = [tensors for tensors in lists[:-1] if tensors]
     wide = all(tensor.dtype is torch.float32 for tensors in stepped[2:] for tensor in tensors)

@@ -34,6 +34,7 @@ class _List(ctypes.Structure):
         ("data", ctypes.c_void_p * len(KINDS)),
         ("length", ctypes.c_void_p),
         ("known", ctypes.c_int64),
+        ("shared", ctypes.c_int64),
         *((name, ctypes.c_double) for name in ("lr", "beta1", "beta2", "weight_decay", "eps")),
         ("maximize", ctypes.c_int64),
         ("threads", ctypes.c_int64),

@@ -7,6 +7,7 @@ says why. ISOKRON_NATIVE=0 switches it all off. ISOKRON_CACHE, else XDG_CACHE_HO
 """
 
 import atexit
+import contextlib
 import ctypes
 import hashlib
 import logging
@@ -60,7 +61,7 @@ class Native:
 
     def library(self) -> ctypes.CDLL | None:
         """The compiled code, or None where it cannot be used."""
-        if os.environ.get("ISOKRON_NATIVE") == "0":
+        if _switched_off():
             return None
         if not self._reason:
             with self._lock:
@@ -71,8 +72,8 @@ class Native:
 
     def status(self) -> tuple[str, str]:
         """Which path is taken, "native" or "torch", and why; builds if nothing has been built."""
-        if os.environ.get("ISOKRON_NATIVE") == "0":
-            return "torch", "switched off by ISOKRON_NATIVE=0"
+        if _switched_off():
+            return "torch", f"switched off by ISOKRON_NATIVE={os.environ['ISOKRON_NATIVE']}"
         return "torch" if self.library() is None else "native", self._reason
 
     def _renew_lock(self) -> None:
@@ -94,22 +95,30 @@ class Native:
     def _built(self, compiler: Sequence[str], version: str) -> tuple[ctypes.CDLL, Path]:
         """The code from the cache or, if there is none that is whole, from the compiler."""
         flags = [*FLAGS, *self.defines()]
-        parts = [self.source.read_text(), *flags, *LINKED, version, _processor(), torch.__version__]
+        command = [*compiler, *flags, str(self.source), *LINKED]
+        source = self.source.read_text(encoding="utf-8")
+        parts = [source, *compiler, *flags, *LINKED, version, _processor(), torch.__version__]
         key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
         failure = Unavailable("no directory to keep compiled code in")
+        code = b""
         for directory in _directories():
             path = directory / f"{self.source.stem}-{key}.so"
             try:
                 if not _whole(path):
-                    _compile([*compiler, *flags, str(self.source), *LINKED], path)
+                    code = code or _compiled(command)
+                    _keep(code, path)
                 return ctypes.CDLL(str(path)), directory
             except OSError as error:  # read-only, full, or its files may not be executed
                 failure = Unavailable(f"{directory}: {error}")
         raise failure
 
 
+def _switched_off() -> bool:
+    return os.environ.get("ISOKRON_NATIVE", "").lower() in ("0", "no", "off", "false")
+
+
 def _compiler() -> list[str]:
-    if os.environ.get("CC"):
+    if os.environ.get("CC", "").strip():
         return shlex.split(os.environ["CC"])
     for name in ("cc", "gcc", "clang"):
         if found := shutil.which(name):
@@ -138,21 +147,28 @@ def _output(command: Sequence[str]) -> str:
     return done.stdout or done.stderr
 
 
-def _compile(command: Sequence[str], path: Path) -> None:
-    """Compile to a file beside `path` and let it take its place at once, its digest at its end."""
+def _compiled(command: Sequence[str]) -> bytes:
+    """What the compiler makes."""
+    with tempfile.TemporaryDirectory(prefix="isokron-") as made:
+        library = Path(made) / "library.so"
+        _output([*command, "-o", str(library)])
+        code = library.read_bytes() if library.is_file() else b""
+    if not code:
+        raise Unavailable(f"{command[0]} wrote nothing")
+    return code
+
+
+def _keep(code: bytes, path: Path) -> None:
+    """Write beside `path` and take its place at once; the digest of the code is at its end."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
-    os.close(handle)
-    made = Path(name)
     try:
-        _output([*command, "-o", name])
-        code = made.read_bytes()
-        if not code:
-            raise Unavailable(f"{command[0]} wrote nothing")
-        made.write_bytes(code + hashlib.sha256(code).digest())
-        made.replace(path)
+        with os.fdopen(handle, "wb") as file:
+            file.write(code + hashlib.sha256(code).digest())
+        Path(name).chmod(0o755)
+        Path(name).replace(path)
     finally:
-        made.unlink(missing_ok=True)
+        Path(name).unlink(missing_ok=True)
 
 
 def _whole(path: Path) -> bool:
@@ -164,11 +180,12 @@ def _whole(path: Path) -> bool:
 def _directories() -> Iterator[Path]:
     """Where compiled code is kept, then a directory of this process's own."""
     if os.environ.get("ISOKRON_CACHE"):
-        yield Path(os.environ["ISOKRON_CACHE"])
+        yield Path(os.environ["ISOKRON_CACHE"]).absolute()
     elif os.environ.get("XDG_CACHE_HOME"):
-        yield Path(os.environ["XDG_CACHE_HOME"]) / "isokron"
-    elif "~" not in (home := str(Path("~").expanduser())):
-        yield Path(home) / ".cache" / "isokron"
+        yield Path(os.environ["XDG_CACHE_HOME"]).absolute() / "isokron"
+    else:
+        with contextlib.suppress(RuntimeError):  # a user without a home
+            yield Path.home() / ".cache" / "isokron"
     own = tempfile.mkdtemp(prefix="isokron-")
     atexit.register(shutil.rmtree, own, ignore_errors=True)
     yield Path(own)

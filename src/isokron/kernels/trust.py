@@ -45,9 +45,9 @@ def check_adamw(device: torch.device) -> None:
     """Compare bits with torch's fused operator over two steps."""
     from isokron.kernels.triton_adamw import adamw_
 
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     for amsgrad in (False, True):
-        drawn = [torch.randn(sum(LENGTHS), generator=generator) for _ in range(4 + amsgrad)]
+        drawn = [_drawn((sum(LENGTHS),), generator) for _ in range(4 + amsgrad)]
         drawn[3:] = [square.square_() for square in drawn[3:]]
         mine = [list(noise.to(device).split(LENGTHS)) for noise in drawn]
         theirs = [[tensor.clone() for tensor in tensors] for tensors in mine]
@@ -55,14 +55,14 @@ def check_adamw(device: torch.device) -> None:
             "lr": 0.1,
             "beta1": 0.9,
             "beta2": 0.99,
-            "weight_decay": 0.1,
+            "weight_decay": 0.0 if amsgrad else 0.1,
             "eps": 1e-8,
         }
         for step in (1.0, 2.0):
-            steps = [torch.tensor(step, device=device)] * len(LENGTHS)
-            adamw_(*mine, step=step, amsgrad=amsgrad, **rates)
+            steps = [torch.tensor(step, dtype=torch.float32, device=device)] * len(LENGTHS)
+            adamw_(*mine, step=step, amsgrad=amsgrad, maximize=amsgrad, **rates)
             lists: list[Any] = [*theirs[:4], theirs[4] if amsgrad else [], steps]
-            torch._fused_adamw_(*lists, amsgrad=amsgrad, maximize=False, **rates)
+            torch._fused_adamw_(*lists, amsgrad=amsgrad, maximize=amsgrad, **rates)
         pairs = zip(mine, theirs, strict=True)
         if not all(
             torch.equal(a, b) for ours, others in pairs for a, b in zip(ours, others, strict=True)
@@ -74,10 +74,10 @@ def check_symmetric(device: torch.device) -> None:
     """Compare bA + cA² of A = XXᵀ with float64."""
     from isokron.kernels.triton_symmetric import symmetric_matmul
 
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     dtypes = [torch.float32, torch.float16] + [torch.bfloat16] * (device.type == "cuda")
     for shape in SHAPES:
-        noise = torch.randn(shape, generator=generator) / shape[-1] ** 0.5
+        noise = _drawn(shape, generator) / shape[-1] ** 0.5
         for dtype in dtypes:
             x = noise.to(device, dtype)
             gram = symmetric_matmul(x)
@@ -86,6 +86,11 @@ def check_symmetric(device: torch.device) -> None:
             square = symmetric_matmul(gram, alpha=2.0, beta=-3.0, add=gram)
             exact = 2 * gram.double() @ gram.double().mT - 3 * gram.double()
             near(square, exact, dtype)
+
+
+def _drawn(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Whatever the default dtype and device are."""
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
 
 def near(computed: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> None:

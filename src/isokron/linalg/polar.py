@@ -37,7 +37,7 @@ def newton_schulz(
     `method`: how it is computed. "plain" is the formula; "symmetric" computes half of A and of A²;
     "gram" iterates on A alone and multiplies X once; "eigh" is the exact polar factor, whatever
     the steps; "auto" takes the one measured to be quickest (`quickest`). "reference" is the plain
-    loop in bfloat16 as Muon was published, to the bit.
+    loop in bfloat16 as Muon was published, to the bit. No gradient flows through any of them.
     """
     if matrix.ndim < 2:
         raise ValueError(
@@ -45,7 +45,10 @@ def newton_schulz(
         )
     if method not in METHODS:
         raise ValueError(f"method must be one of {METHODS}, got {method!r}")
+    if not matrix.is_floating_point():
+        raise ValueError(f"newton_schulz needs real floating-point matrices, got {matrix.dtype}")
     triples = schedule(coefficients, steps)
+    matrix = matrix.detach()
     if matrix.numel() == 0:
         return matrix.clone()
     wide = torch.promote_types(matrix.dtype, torch.float32)

@@ -156,7 +156,7 @@ class Batch:
         self.shape = rows[0].block.shape
         self.device = rows[0].param.device
         self.dtype = dtype
-        self.step = torch.zeros(len(rows))
+        self.step = torch.zeros(len(rows), dtype=torch.float32, device="cpu")
         self.phase = [0] * len(rows)
         self.failures = [0] * len(rows)
         self.state: dict[str, Tensor] = {}

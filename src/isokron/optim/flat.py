@@ -4,7 +4,6 @@ Over many small tensors a step is mostly finding them. In a buffer there is one 
 that gradients are in one too: each `.grad` becomes a view of it, into which autograd adds.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from operator import is_
@@ -37,7 +36,7 @@ class FlatList:
             param.data = slot
         self.addresses = list(map(Tensor.data_ptr, self.slots))
         self.gradient = whole.grad = torch.zeros_like(whole)
-        self.grads = _cut(self.gradient, self.params)
+        self._cut_gradient()
         self.form = (dtype, amsgrad)
         self.list = FusedList([whole], dtype, amsgrad)
         self.state = {key: _cut(values[0], params) for key, values in self.list.state.items()}
@@ -87,19 +86,42 @@ class FlatList:
 
     def zero_grad_(self) -> None:
         """Gradients of zero that stay where they are, in place of none."""
-        if self.flat:
-            self.gradient.zero_()
-            for param, grad in zip(self.params, self.grads, strict=True):
-                param.grad = grad
+        if not self.flat or not self._unmoved():
+            return
+        self.gradient.zero_()
+        if not self._views_hold():
+            self._cut_gradient()
+        for param, grad in zip(self.params, self.grads, strict=True):
+            param.grad = grad if param.requires_grad else None
+
+    def _cut_gradient(self) -> None:
+        self.grads = _cut(self.gradient, self.params)
+        self.grad_addresses = list(map(Tensor.data_ptr, self.grads))
 
     def _in_place(self, grads: list[Tensor]) -> bool:
-        return all(map(is_, grads, self.grads)) and self._unmoved()
+        return all(map(is_, grads, self.grads)) and self._views_hold() and self._unmoved()
+
+    def _views_hold(self) -> bool:
+        """Whether nobody has pointed a gradient to other memory (`grad.data = …`)."""
+        return list(map(Tensor.data_ptr, self.grads)) == self.grad_addresses
 
     def _unmoved(self) -> bool:
-        return list(map(Tensor.data_ptr, self.params)) == self.addresses
+        """Whether nobody has pointed a parameter to other memory, or turned it round in place."""
+        matrices = (param for param in self.params if param.ndim > 1)
+        return list(map(Tensor.data_ptr, self.params)) == self.addresses and all(
+            map(Tensor.is_contiguous, matrices)
+        )
 
     def _gather_(self, grads: list[Tensor]) -> None:
         """Copy gradients that somebody else has made to where they belong."""
+        if not self._views_hold():
+            self._cut_gradient()
+        own = self.gradient.untyped_storage().data_ptr()
+        if any(
+            grad is not view and grad.untyped_storage().data_ptr() == own
+            for grad, view in zip(grads, self.grads, strict=True)
+        ):  # views that have changed places would overwrite one another
+            grads = [grad.clone() for grad in grads]
         for param, grad, view in zip(self.params, grads, self.grads, strict=True):
             if grad is not view:
                 view.copy_(grad)
@@ -117,13 +139,7 @@ def small_and_large(params: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor
     """Those that may move into a buffer, and the others."""
     small = [param for param in params if _movable(param)]
     if not _whole_of(small):  # a buffer made before is taken up again, if nothing else has changed
-        owners = Counter(p.untyped_storage().data_ptr() for p in params)
-        small = [
-            p
-            for p in small
-            if p.untyped_storage().nbytes() == p.numel() * p.element_size()
-            and owners[p.untyped_storage().data_ptr()] == 1
-        ]
+        small = [param for param in small if _sole_owner(param)]
     chosen = set(map(id, small)) if len(small) > 1 else set()
     return [p for p in params if id(p) in chosen], [p for p in params if id(p) not in chosen]
 
@@ -133,9 +149,20 @@ def _movable(param: Tensor) -> bool:
     return (
         type(param) in (Tensor, nn.Parameter)
         and param.is_leaf
+        and param.grad_dtype in (None, param.dtype)
         and param.is_contiguous()
         and param.numel() <= MOST
         and param.numel() % UNIT == 0
+    )
+
+
+def _sole_owner(param: Tensor) -> bool:
+    """Whether nobody else has hold of its memory: no view, no twin, no other process."""
+    storage = param.untyped_storage()
+    return (
+        storage.nbytes() == param.numel() * param.element_size()
+        and not storage.is_shared()
+        and torch._C._storage_Use_Count(storage._cdata) <= 2  # the parameter, and `storage`
     )
 
 

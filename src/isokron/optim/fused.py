@@ -27,7 +27,8 @@ class FusedList:
         self.params = tuple(params)
         names = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * amsgrad
         self.state = {key: tuple(torch.zeros_like(p, dtype=dtype) for p in params) for key in names}
-        self.step = (torch.zeros((), device=params[0].device),) * len(params)
+        counter = torch.zeros((), dtype=torch.float32, device=params[0].device)
+        self.step = (counter,) * len(params)
         self.table = Table()
 
     def row(self, i: int) -> dict[str, Tensor]:
@@ -110,16 +111,15 @@ class FusedList:
         }
         if adamw_(params, grads, *state, table=table, **settings):
             return
+        for param, exp_avg in zip(params, exp_avgs, strict=True):
+            if param.shape != exp_avg.shape:
+                raise RuntimeError(
+                    f"AdamW: a parameter must keep its shape, but one of {tuple(exp_avg.shape)} is "
+                    f"{tuple(param.shape)} now; make the optimizer anew"
+                )
         targets = [_laid_out(p, m) for p, m in zip(params, exp_avgs, strict=True)]
         copies = [_laid_out(g, m) for g, m in zip(grads, exp_avgs, strict=True)]
-        if not adamw_(targets, copies, *state, **settings):
-            shapes = [
-                tuple(p.shape) for p, m in zip(params, exp_avgs, strict=True) if p.shape != m.shape
-            ]
-            raise RuntimeError(
-                f"AdamW: a parameter must keep its shape, but {shapes} are not the shapes that the "
-                "optimizer was made for; make it anew"
-            )
+        adamw_(targets, copies, *state, **settings)
         for param, target in zip(params, targets, strict=True):
             if target is not param:
                 param.copy_(target)
