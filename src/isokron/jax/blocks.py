@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from isokron.white_kron import Bucket, Leaf, Piece
 
@@ -15,14 +14,6 @@ def gather(matrices: Sequence[jax.Array], bucket: Bucket, rows: int) -> jax.Arra
     if rows > bucket.count:
         parts.append(jnp.zeros((rows - bucket.count, *bucket.shape), parts[0].dtype))
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
-
-
-def rows_of(leaves: jax.Array, bucket: Bucket, rows: int) -> jax.Array:
-    """What is true of a leaf, [leaves], for each of its blocks; false for what pads: [rows]"""
-    index = np.full(rows, leaves.shape[0])
-    for piece in bucket.pieces:
-        index[piece.first : piece.first + piece.count] = piece.leaf
-    return jnp.append(leaves, False)[index]
 
 
 def scatter(batches: Mapping[str, jax.Array], leaf: Leaf) -> jax.Array:

@@ -19,10 +19,14 @@ def norm_bound(matrix: jax.Array, top: jax.Array, probes: jax.Array) -> jax.Arra
     chosen = jnp.argmax(energy, axis=1)[:, None] == jnp.arange(matrix.shape[1])  # [b, n]
     row = jnp.sum(jnp.where(chosen[:, :, None], matrix * scale, 0), axis=1)[:, None, :]
     vectors = row + jnp.sqrt(jnp.mean(jnp.square(row), axis=2, keepdims=True)) * probes
-    for _ in range(POWER_STEPS):
+
+    def power(_: int, vectors: jax.Array) -> jax.Array:
         vectors = jnp.einsum("bki,bij->bkj", vectors, matrix) * scale
         norm = _norm(vectors)
-        vectors = vectors / jnp.where(norm > 0, norm, 1)
+        return vectors / jnp.where(norm > 0, norm, 1)
+
+    # a loop, because unrolled steps would be most of what is compiled
+    vectors = jax.lax.fori_loop(0, POWER_STEPS, power, vectors)
     vectors = jnp.einsum("bki,bij->bkj", vectors, matrix) * scale
     return jnp.max(_norm(vectors)[:, :, 0], axis=1) * top
 

@@ -1,7 +1,7 @@
 """Where arrays live on a mesh: momentum like its parameter, blocks spread over one axis."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -40,6 +40,29 @@ def axis_size(mesh: AnyMesh, name: str | None, size: int | None) -> int:
             f"got {size}; pass that, or None to take the mesh's"
         )
     return int(mesh.shape[name] if size is None and mesh is not None else size or 1)
+
+
+class Placement(NamedTuple):
+    """A mesh, or None, and the axis over which blocks are spread, or None."""
+
+    mesh: AnyMesh
+    axis: str | None
+
+    def spread(self, tree: Any) -> Any:
+        """Blocks, spread over the axis."""
+        return tree if self.axis is None else self._placed(tree, PartitionSpec(self.axis))
+
+    def whole(self, tree: Any) -> Any:
+        """On every device: cutting and joining sharded matrices would move them piecemeal."""
+        alone = self.mesh is None and self.axis is None
+        return tree if alone else self._placed(tree, PartitionSpec())
+
+    def home(self, array: jax.Array, spec: PartitionSpec | None) -> jax.Array:
+        """Like its parameter, if that is known."""
+        return array if spec is None else place(array, spec, self.mesh)
+
+    def _placed(self, tree: Any, spec: PartitionSpec) -> Any:
+        return jax.tree.map(lambda each: place(each, spec, self.mesh), tree)
 
 
 def place(array: jax.Array, spec: PartitionSpec, mesh: AnyMesh) -> jax.Array:

@@ -6,20 +6,14 @@ import jax
 import jax.numpy as jnp
 
 from isokron.jax.factors import Method, balance
-from isokron.jax.moments import root_mean_square
+from isokron.jax.learning import Probes, learn
 from isokron.jax.noise import noise
-from isokron.jax.whitening import Probes, Side, Sides, learn, whiten
+from isokron.jax.whitening import Batches, Factors, Side, Sides, scaled, whiten
 from isokron.white_kron import BALANCE_EVERY, GROWTH_LIMIT
-
-Factors = dict[str, Sides]
-Batches = dict[str, jax.Array]
 
 
 class Learning(NamedTuple):
-    """How the factors learn. `every`: steps between their updates, after the first `warmup`.
-
-    `apply`: the direction is that of the "new" factors, or of the "old" ones, whose PG is at hand.
-    """
+    """How the factors learn: the arguments of scale_by_quad that say so."""
 
     method: Method
     every: Any
@@ -27,6 +21,7 @@ class Learning(NamedTuple):
     apply: str
     noise_scale: Any
     damping: Any
+    together: bool
 
     def due(self, count: jax.Array) -> jax.Array | bool:
         if isinstance(self.every, int) and self.every == 1:
@@ -37,6 +32,14 @@ class Learning(NamedTuple):
         """At every hundredth step, or the first update after it."""
         last = count - jnp.where(count <= self.warmup, 1, self.every)
         return count // BALANCE_EVERY != jnp.maximum(last, 0) // BALANCE_EVERY
+
+    def limit(self, sides: int) -> jax.typing.ArrayLike:
+        """Of the entries of Q. With "old" factors noise would be in the direction, and a parameter
+        without gradients would drift: P is kept below 1/noise_scale there, as noise would."""
+        if self.apply == "new" or _is_zero(self.noise_scale):
+            return GROWTH_LIMIT
+        floor = jnp.maximum(jnp.asarray(self.noise_scale, jnp.float32), 1e-30)
+        return jnp.minimum(GROWTH_LIMIT, floor ** (-0.5 / sides))
 
 
 def step(
@@ -50,47 +53,53 @@ def step(
     key: jax.Array | None,
 ) -> tuple[Batches, Factors]:
     """Directions, and the factors after this step; blocks that are not `live` keep theirs."""
-    method = learning.method
+    symmetric = learning.method.symmetric
+
+    def whitened(blocks: Batches, with_factors: Factors) -> Batches:
+        return {name: whiten(each, with_factors[name], symmetric) for name, each in blocks.items()}
 
     def keep() -> tuple[Batches, Factors]:
-        return {
-            name: whiten(blocks, _cast(factors[name], blocks.dtype), method)
-            for name, blocks in batches.items()
-        }, factors
+        return whitened(batches, _worked(factors)), factors
 
     def move() -> tuple[Batches, Factors]:
-        scales = _scales(factors, learning.balances(count))
-        directions, moved = {}, {}
-        for name, blocks in batches.items():
-            sides = _cast(factors[name], blocks.dtype)
-            white = whiten(_noisy(blocks, learning, key), sides, method)
-            limit = _limit(learning, len(sides))
-            learned, shown = learn(white, sides, method, rate, probes, limit)
-            sides = tuple(
-                _chosen(live[name] & shown, new, old, scale)
-                for new, old, scale in zip(learned, sides, scales[name], strict=True)
+        old = _worked(factors)
+        noisy = {name: _noisy(blocks, learning, key) for name, blocks in batches.items()}
+        whites = whitened(noisy, old)
+        limits = {name: learning.limit(len(sides)) for name, sides in old.items()}
+        learned, shown = learn(
+            whites, old, learning.method, rate, probes, limits, learning.together
+        )
+        scales = _scales(old, learning.balances(count))
+        new = {
+            name: tuple(
+                _chosen(live[name] & shown[name], *each)
+                for each in zip(learned[name], sides, scales[name], strict=True)
             )
-            directions[name] = white if learning.apply == "old" else whiten(blocks, sides, method)
-            moved[name] = tuple(
-                Side(side.factor.astype(old.factor.dtype), side.lipschitz)
-                for side, old in zip(sides, factors[name], strict=True)
-            )
-        return directions, moved
+            for name, sides in old.items()
+        }
+        directions = whites if learning.apply == "old" else whitened(batches, new)
+        return directions, jax.tree.map(lambda x, like: x.astype(like.dtype), new, factors)
 
     due = learning.due(count)
     return move() if due is True else jax.lax.cond(due, move, keep)
 
 
-def _cast(sides: Sides, dtype: Any) -> Sides:
-    return tuple(Side(side.factor.astype(dtype), side.lipschitz) for side in sides)
+def _worked(factors: Factors) -> Factors:
+    """In the dtype that is worked in, which is that of L."""
+    return {
+        name: tuple(Side(side.factor.astype(side.lipschitz.dtype), side.lipschitz) for side in sides)
+        for name, sides in factors.items()
+    }
 
 
 def _chosen(live: jax.Array, new: Side, old: Side, scale: jax.Array) -> Side:
     """What was learned, balanced; but where a block is not live, what it had."""
-    across = tuple(range(1, new.factor.ndim))
     # P does not see the balance, so it may as well come after the step as before
-    scaled = new.factor * jnp.expand_dims(scale, across)
-    factor = jnp.where(jnp.expand_dims(live, across), scaled, old.factor)
+    factor = jnp.where(
+        jnp.expand_dims(live, tuple(range(1, new.factor.ndim))),
+        scaled(new.factor, scale),
+        old.factor,
+    )
     return Side(factor, jnp.where(live, new.lipschitz, old.lipschitz))
 
 
@@ -101,15 +110,14 @@ def _scales(factors: Factors, due: jax.Array) -> dict[str, tuple[jax.Array, ...]
         for name, sides in factors.items()
     }
 
-    def balanced() -> dict[str, tuple[jax.Array, ...]]:
-        return {
-            name: balance(*[side.factor.astype(ones[name][0].dtype) for side in sides])
-            if len(sides) == 2
-            else ones[name]
-            for name, sides in factors.items()
-        }
+    def balanced(sides: Sides, alone: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        return balance(*[side.factor for side in sides]) if len(sides) == 2 else alone
 
-    return jax.lax.cond(due, balanced, lambda: ones)
+    return jax.lax.cond(
+        due,
+        lambda: {name: balanced(sides, ones[name]) for name, sides in factors.items()},
+        lambda: ones,
+    )
 
 
 def _noisy(blocks: jax.Array, learning: Learning, key: jax.Array | None) -> jax.Array:
@@ -118,18 +126,9 @@ def _noisy(blocks: jax.Array, learning: Learning, key: jax.Array | None) -> jax.
         return blocks
     size = learning.noise_scale
     if not _is_zero(learning.damping):
-        within = tuple(range(1, blocks.ndim))
-        size = size + learning.damping * root_mean_square(blocks, within)
+        largest = jnp.max(jnp.abs(blocks), axis=tuple(range(1, blocks.ndim)), keepdims=True)
+        size = size + learning.damping * largest
     return blocks + size * noise(blocks.shape[1:], key, blocks.dtype)
-
-
-def _limit(learning: Learning, sides: int) -> Any:
-    """Of the entries of Q. With "old" factors the noise would be in the direction, and a parameter
-    without gradients would drift: P is kept below 1/noise_scale instead, where noise keeps it."""
-    if learning.apply == "new" or _is_zero(learning.noise_scale):
-        return GROWTH_LIMIT
-    floor = jnp.maximum(jnp.asarray(learning.noise_scale, jnp.float32), 1e-30)
-    return jnp.minimum(GROWTH_LIMIT, floor ** (-0.5 / sides))
 
 
 def _is_zero(value: Any) -> bool:
