@@ -15,7 +15,7 @@ GROWTH_LIMIT = 1e6  # of a factor's entries: what is never observed grows withou
 SQUARE_LIMIT = 1e15  # of |PG| where it is squared, so that float32 holds the sum of squares
 POWER_STEPS = 6
 PROBES = 4
-GOLDEN = (1 + math.sqrt(5)) / 2
+GOLDEN = 1640531527  # ⌊2³²/φ²⌋, φ the golden ratio
 
 
 class Piece(NamedTuple):
@@ -30,7 +30,7 @@ class Piece(NamedTuple):
     layers: int
 
     @property
-    def count(self) -> int:
+    def blocks(self) -> int:
         return self.layers * math.prod(self.grid)
 
 
@@ -50,8 +50,8 @@ class Bucket(NamedTuple):
     pieces: tuple[Piece, ...]
 
     @property
-    def count(self) -> int:
-        return sum(piece.count for piece in self.pieces)
+    def blocks(self) -> int:
+        return sum(piece.blocks for piece in self.pieces)
 
 
 class Plan(NamedTuple):
@@ -109,7 +109,7 @@ def plan(
                 name = bucket_name(shape, dense)
                 kinds[name] = (shape, dense)
                 rows = pieces.setdefault(name, [])
-                first = sum(piece.count for piece in rows)
+                first = sum(piece.blocks for piece in rows)
                 rows.append(Piece(index, name, first, start, grid, shape, layers))
                 band.append(rows[-1])
             if band:
@@ -135,9 +135,15 @@ def factor_rate(
     return maximum(initial * (1 + step / 1e4) ** -0.5, minimum(0.4, initial))
 
 
-def wave(row: Any, column: Any, cos: Callable[[Any], Any]) -> Any:
-    """√2 cos(φ (i+1)(j+1)), φ the golden ratio: rows of mean square 1, nearly orthogonal.
+def scramble(row: Any, column: Any) -> Any:
+    """(i+1)(j+1)(i+j+1)·2³²/φ², φ the golden ratio: modulo 2³² as good as random, of full rank.
 
-    Probes and noise without a random number generator, the same on every device and in torch.
+    Probes and noise come of it, without a generator: `uniform` of it, for unsigned 32-bit integers
+    or the lower half of larger ones, is the same on every device, in JAX and in torch.
     """
-    return math.sqrt(2) * cos(GOLDEN * ((row + 1) * (column + 1)))
+    return (row + 1) * (column + 1) * (row + column + 1) * GOLDEN
+
+
+def uniform(bits: Any) -> Any:
+    """√12 (x/2³² − ½): from floats in [0, 2³²) to mean 0 and mean square 1."""
+    return (bits * 2.0**-32 - 0.5) * math.sqrt(12)

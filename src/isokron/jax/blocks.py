@@ -11,8 +11,8 @@ from isokron.white_kron import Bucket, Leaf, Piece
 def gather(matrices: Sequence[jax.Array], bucket: Bucket, rows: int) -> jax.Array:
     """All blocks of a bucket, and zeros up to `rows`. Matrices: [layers, m, n] or [layers, n]."""
     parts = [_cut(matrices[piece.leaf], piece) for piece in bucket.pieces]
-    if rows > bucket.count:
-        parts.append(jnp.zeros((rows - bucket.count, *bucket.shape), parts[0].dtype))
+    if rows > bucket.blocks:
+        parts.append(jnp.zeros((rows - bucket.blocks, *bucket.shape), parts[0].dtype))
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
@@ -29,11 +29,11 @@ def _cut(matrix: jax.Array, piece: Piece) -> jax.Array:
         return region
     (down, across), (m, n) = piece.grid, piece.shape
     cells = region.reshape(piece.layers, down, m, across, n).swapaxes(2, 3)
-    return cells.reshape(piece.count, m, n)
+    return cells.reshape(piece.blocks, m, n)
 
 
 def _paste(batch: jax.Array, piece: Piece) -> jax.Array:
-    blocks = batch[piece.first : piece.first + piece.count]
+    blocks = batch[piece.first : piece.first + piece.blocks]
     if len(piece.shape) == 1 or piece.grid == (1, 1):
         return blocks
     (down, across), (m, n) = piece.grid, piece.shape

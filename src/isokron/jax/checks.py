@@ -83,7 +83,7 @@ def state_dtype(dtype: Any) -> Any:
         found = None
     if found is None or found.name not in DTYPES:
         raise ValueError(f"dtype must be one of {DTYPES} or None, got {dtype!r}")
-    if found.name == "float64" and not jax.config.jax_enable_x64:
+    if found.name == "float64" and not jax.config.read("jax_enable_x64"):
         raise ValueError(
             "dtype 'float64' needs 64-bit JAX; call jax.config.update('jax_enable_x64', True) first"
         )

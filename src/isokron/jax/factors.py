@@ -91,7 +91,7 @@ def procrustes(factor: jax.Array, probes: jax.Array) -> jax.Array:
     # tr(RX) = Σ Rᵢⱼ Xⱼᵢ and Rᵢⱼ = −Rⱼᵢ
     slope = -jnp.sum(generator * factor, axis=(1, 2))
     bend = -jnp.sum(generator * turned, axis=(1, 2))
-    norm = norm_bound(generator, jnp.where(top > 0, 1, jnp.zeros_like(top)), probes)
+    norm = norm_bound(generator, jnp.ones_like(top), probes)
     angle = 1 / (8 * jnp.where(norm > 0, norm, 1))
     angle = jnp.where(bend < 0, jnp.minimum(angle, slope / jnp.where(bend < 0, -bend, 1)), angle)
     angle = jnp.where(slope > 0, angle, 0)[:, None, None]

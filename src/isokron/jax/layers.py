@@ -1,5 +1,6 @@
 """What is true of a whole layer, and of each of its blocks: finiteness, bias, the clip."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,41 +22,42 @@ class Layers:
     def __init__(self, plan: Plan, rows: dict[str, int]) -> None:
         firsts = np.cumsum([0] + [leaf.layers for leaf in plan.leaves])
         self.count = int(firsts[-1])
-        self.of_leaf = [slice(a, b) for a, b in zip(firsts[:-1], firsts[1:], strict=True)]
+        self.of_leaf = [slice(a, b) for a, b in itertools.pairwise(firsts)]
         sizes = [np.full(leaf.layers, max(1, np.prod(leaf.shape))) for leaf in plan.leaves]
         self.sizes = np.concatenate(sizes).astype(np.float32)
-        self.of_row: dict[str, np.ndarray[Any, Any]] = {}
-        for name, bucket in plan.buckets.items():
+        self.ends = np.cumsum(list(rows.values()))
+        self.names = list(rows)
+        of_row = []
+        for name in rows:
             index = np.full(rows[name], self.count)
-            for piece in bucket.pieces:
-                layers = firsts[piece.leaf] + np.arange(piece.layers)
-                index[piece.first : piece.first + piece.count] = np.repeat(
-                    layers, piece.count // piece.layers
+            for piece in plan.buckets[name].pieces:
+                own = firsts[piece.leaf] + np.arange(piece.layers)
+                index[piece.first : piece.first + piece.blocks] = np.repeat(
+                    own, piece.blocks // piece.layers
                 )
-            self.of_row[name] = index
+            of_row.append(index)
+        self.of_row = np.concatenate(of_row)
 
     def most(self, rows: Batches) -> jax.Array:
         """The largest of all rows of a layer, at least 0: [layers]"""
-        values, index = self._joined(rows)
-        return jnp.zeros(self.count + 1, values.dtype).at[index].max(values)[:-1]
+        values = self._joined(rows)
+        return jnp.zeros(self.count + 1, values.dtype).at[self.of_row].max(values)[:-1]
 
     def total(self, rows: Batches) -> jax.Array:
         """The sum of all rows of a layer: [layers]"""
-        values, index = self._joined(rows)
-        values = values.astype(jnp.int32) if values.dtype == bool else values
-        return jnp.zeros(self.count + 1, values.dtype).at[index].add(values)[:-1]
+        values = self._joined(rows)
+        return jnp.zeros(self.count + 1, values.dtype).at[self.of_row].add(values)[:-1]
 
     def rows(self, values: jax.Array, padding: Any) -> Batches:
         """Each row's layer's value."""
         padded = jnp.append(values, jnp.asarray(padding, values.dtype))
-        return {name: padded[index] for name, index in self.of_row.items()}
+        return self._parted(padded[self.of_row])
 
-    def _joined(self, rows: Batches) -> tuple[jax.Array, np.ndarray[Any, Any]]:
-        names = list(self.of_row)
-        return (
-            jnp.concatenate([rows[name] for name in names]),
-            np.concatenate([self.of_row[name] for name in names]),
-        )
+    def _joined(self, rows: Batches) -> jax.Array:
+        return jnp.concatenate([rows[name] for name in self.names])
+
+    def _parted(self, values: jax.Array) -> Batches:
+        return dict(zip(self.names, jnp.split(values, self.ends[:-1]), strict=True))
 
 
 def known(
@@ -65,8 +67,9 @@ def known(
 
     `seen`: finite ↦ the bias 1 − b₁ᵗ of each layer, [layers]. Blocks that are not finite are 0.
     """
-    broken = {name: ~jnp.isfinite(_largest(blocks)) for name, blocks in batches.items()}
-    finite = layers.total(place.whole(broken)) == 0
+    sizes = place.whole({name: _largest(blocks) for name, blocks in batches.items()})
+    broken = {name: (~jnp.isfinite(size)).astype(jnp.int32) for name, size in sizes.items()}
+    finite = layers.total(broken) == 0
     live = place.spread(layers.rows(finite, False))
     bias = place.spread(layers.rows(seen(finite), 1))
     corrected = {

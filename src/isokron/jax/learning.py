@@ -1,7 +1,7 @@
 """Factors learned from whitened blocks: all sides of one size at once."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ class Seen(NamedTuple):
     axis: int
     side: Side
     white: jax.Array
+    largest: jax.Array  # max|white| of each block
 
     @property
     def target(self) -> jax.Array:
@@ -41,7 +42,7 @@ def learn(
     method: Method,
     rate: jax.Array,
     probes: Probes,
-    limits: dict[str, jax.typing.ArrayLike],
+    limits: dict[str, Any],
     together: bool,
 ) -> tuple[Factors, Batches]:
     """Factors after one step on the blocks PG, and which of them showed anything at all: [b].
@@ -56,9 +57,11 @@ def learn(
         shown[name] = largest > 0
         # so that the squares of whatever is finite are
         white = scaled(white, SQUARE_LIMIT / jnp.maximum(largest, SQUARE_LIMIT))
+        largest = jnp.minimum(largest, SQUARE_LIMIT)
         white = white if white.ndim == 3 else white[:, :, None]
         for axis, side in enumerate(factors[name]):
-            seen.append(Seen(name, axis, side, white if axis == 0 else white.swapaxes(1, 2)))
+            turned = white if axis == 0 else white.swapaxes(1, 2)
+            seen.append(Seen(name, axis, side, turned, largest))
     groups: dict[tuple[object, ...], list[Seen]] = {}
     for each in seen:
         groups.setdefault(each.group(together), []).append(each)
@@ -94,8 +97,8 @@ def _step(group: list[Seen], method: Method, rate: jax.Array, probes: Probes) ->
         gram = Gram(_outer(root), root)
     else:
         gram = Gram(_stack([_outer(each.white) for each in group]), None)
-    top = jnp.max(jnp.einsum("bii->bi", gram.matrix), axis=1)
-    steepness = norm_bound(gram.matrix, top, probes(n)) + target
+    scale = jnp.square(_stack([each.largest for each in group]))
+    steepness = norm_bound(gram.matrix, scale, probes(n)) + target
     lipschitz = _lipschitz(lipschitz, steepness)
     return Side(method.dense(factor, gram, target, rate / lipschitz, probes(n)), lipschitz)
 

@@ -87,7 +87,9 @@ def step(
 def _worked(factors: Factors) -> Factors:
     """In the dtype that is worked in, which is that of L."""
     return {
-        name: tuple(Side(side.factor.astype(side.lipschitz.dtype), side.lipschitz) for side in sides)
+        name: tuple(
+            Side(side.factor.astype(side.lipschitz.dtype), side.lipschitz) for side in sides
+        )
         for name, sides in factors.items()
     }
 

@@ -26,8 +26,8 @@ class WhiteKronState(NamedTuple):
     what they are, so that the structure is a prefix of the full one, as optax.tree.map_params asks.
     """
 
-    count: jax.Array
-    skipped: jax.Array
+    count: Any
+    skipped: Any
     mu: Any
     factors: Any
 
@@ -81,7 +81,7 @@ def scale_by_white_kron(
         size = placement.axis_size(mesh, pipeline_axis_name, pipeline_axis_size)
         factors = {}
         for name, bucket in plan.buckets.items():
-            rows = -(-bucket.count // size) * size  # as many for each device
+            rows = -(-bucket.blocks // size) * size  # as many for each device
             factors[name] = first_sides(bucket, rows, preconditioner_init_scale, kept, work)
         return WhiteKronState(
             count=jnp.zeros((), jnp.int32),
