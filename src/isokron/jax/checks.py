@@ -99,6 +99,18 @@ def check_leaves(tree: Any) -> None:
             )
 
 
+def scanned_leaves(tree: Any, flags: Any) -> list[bool]:
+    """Which leaves are stacks of layers. No flags: none."""
+    scanned = by_path("scanned_layers", tree, False if flags is None else flags)
+    for (path, leaf), stacked in zip(jax.tree.leaves_with_path(tree), scanned, strict=True):
+        if stacked and not leaf.shape:
+            raise ValueError(
+                f"scanned_layers: {jax.tree_util.keystr(path)} has no axis to stack layers on, "
+                "its shape is (); flag it False"
+            )
+    return [bool(each) for each in scanned]
+
+
 def by_path(name: str, tree: Any, values: Any) -> list[Any]:
     """The value for each leaf in a tree of values, which may end early: one for a whole subtree.
 

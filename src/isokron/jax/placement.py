@@ -12,10 +12,11 @@ AnyMesh = AbstractMesh | Mesh | None
 def mesh_of(arrays: Iterable[Any]) -> AnyMesh:
     """The mesh that the arrays lie on, or else the one that jax.set_mesh set, or none."""
     for each in arrays:
-        sharding = jax.typeof(each).sharding if isinstance(each, jax.Array) else None
-        mesh = getattr(sharding or getattr(each, "sharding", None), "mesh", None)
+        traced = isinstance(each, jax.core.Tracer)
+        sharding = jax.typeof(each).sharding if traced else getattr(each, "sharding", None)
+        mesh = getattr(sharding, "mesh", None)
         if mesh is not None and not mesh.empty:
-            return mesh.abstract_mesh
+            return mesh
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.empty else mesh
 
@@ -75,6 +76,8 @@ def place(array: jax.Array, spec: PartitionSpec, mesh: AnyMesh) -> jax.Array:
     kinds = set(mesh.axis_types)
     if AxisType.Manual in kinds:
         return array
+    if isinstance(mesh, Mesh) and not isinstance(array, jax.core.Tracer):
+        return jax.device_put(array, NamedSharding(mesh, spec))
     if AxisType.Explicit in kinds:
         return jax.sharding.reshard(array, NamedSharding(mesh, spec))
     return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, spec))

@@ -67,7 +67,7 @@ def scale_by_white_kron(
 
     def plan_of(tree: Any) -> white_kron.Plan:
         checks.check_leaves(tree)
-        scanned = checks.by_path("scanned_layers", tree, scanned_layers or False)
+        scanned = checks.scanned_leaves(tree, scanned_layers)
         shapes = [tuple(leaf.shape) for leaf in jax.tree.leaves(tree)]
         return white_kron.plan(shapes, scanned, block, largest)
 
