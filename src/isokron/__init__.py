@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from isokron._version import __version__
 
 if TYPE_CHECKING:
-    from isokron import kernels, linalg, operators, optim, race, tasks
+    from isokron import jax, kernels, linalg, operators, optim, race, tasks
     from isokron.optim import (
         SOAP,
         AdamW,
@@ -33,7 +33,7 @@ _HOMES = {
     "param_groups": "isokron.optim",
     "Task": "isokron.tasks",
 }
-_FOLDERS = ("kernels", "linalg", "operators", "optim", "race", "tasks")
+_FOLDERS = ("jax", "kernels", "linalg", "operators", "optim", "race", "tasks")
 
 __all__ = [
     "SOAP",
@@ -45,6 +45,7 @@ __all__ = [
     "SignDescent",
     "Task",
     "__version__",
+    "jax",
     "kernels",
     "linalg",
     "operators",

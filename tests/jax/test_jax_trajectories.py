@@ -1,0 +1,173 @@
+"""Numbers of the published implementation, without its randomness, and a naive float64 version."""
+
+import json
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from white_kron_naive import Naive
+
+from isokron.jax.factors import QUAD, SKEW, Gram, balance, procrustes
+from isokron.jax.norm_bound import norm_bound
+from isokron.jax.transform import scale_by_white_kron
+from isokron.white_kron import matrix_shape
+
+ROOT = Path(__file__).parents[2]
+DATA = Path(os.environ.get("ISOKRON_SHARED", ROOT.parent / "shared")) / "data" / "white_kron"
+METHODS = {"quad": QUAD, "skew": SKEW}
+SETTINGS = {
+    "lr_style": "adam",
+    "b1": 0.95,
+    "normalize_grads": False,
+    "max_size_dense": 32,
+    "preconditioner_lr": 0.7,
+    "preconditioner_init_scale": 1.0,
+    "dtype": None,
+    "scanned_layers": None,
+    "block_size": 16,
+    "pipeline_axis_name": None,
+    "pipeline_axis_size": None,
+    "params_partition_specs": None,
+    "noise_scale": 0.0,
+    "damping": 0.0,
+    "every": 1,
+    "warmup": 0,
+    "apply": "new",
+    "key": None,
+}
+needs_data = pytest.mark.skipif(
+    not DATA.is_dir(),
+    reason=f"no reference trajectories in {DATA}; set ISOKRON_SHARED to the folder that has data/",
+)
+
+
+def probes(size: int) -> np.ndarray:
+    """Those of the trajectories, whose energy of a row is a mean over the padded width of 16."""
+    i, j = np.ogrid[:4, :size]
+    return np.sqrt(2) * np.cos(1 + 1.7 * i + 0.9 * j) * np.sqrt(size / 16)
+
+
+@pytest.fixture(scope="module", params=["quad", "skew"])
+def runs(request: pytest.FixtureRequest) -> dict[str, object]:
+    """Directions and parameters at the recorded steps: recorded, ours, and the naive ones."""
+    if not DATA.is_dir():
+        pytest.skip(str(needs_data.kwargs["reason"]))
+    kind = request.param
+    grads, recorded = np.load(DATA / "grads.npz"), np.load(DATA / f"trajectory_{kind}.npz")
+    sensitivity = json.loads((DATA / f"sensitivity_{kind}.json").read_text())
+    leaves = sorted({name.split("/")[2] for name in recorded.files})
+    settings = SETTINGS | {"scanned_layers": {leaf: "_scan_" in leaf for leaf in leaves}}
+    transform = scale_by_white_kron(
+        METHODS[kind], probes=lambda n: jnp.asarray(probes(n), jnp.float32), **settings
+    )
+    params = {leaf: jnp.asarray(grads[f"p0/{leaf}"]) for leaf in leaves}
+    state, update = transform.init(params), jax.jit(transform.update)
+    naive = {
+        leaf: Naive(params[leaf].shape, "_scan_" in leaf, kind == "skew", probes) for leaf in leaves
+    }
+    together = {
+        leaf: Naive(params[leaf].shape, True, kind == "skew", probes, clip_together=True)
+        for leaf in leaves
+        if "_scan_" in leaf
+    }
+    ours, plain, joint, walked = {}, {}, {}, {}
+    for t in range(1, 21):
+        step = {leaf: grads[f"g/{leaf}"][t - 1] for leaf in leaves}
+        direction, state = update(step, state)
+        params = {leaf: p - 0.01 * (direction[leaf] + 0.1 * p) for leaf, p in params.items()}
+        ours[t] = {leaf: np.asarray(direction[leaf]) for leaf in leaves}
+        plain[t] = {leaf: naive[leaf].direction(step[leaf]) for leaf in leaves}
+        joint[t] = {leaf: each.direction(step[leaf]) for leaf, each in together.items()}
+        walked[t] = {leaf: np.asarray(params[leaf]) for leaf in leaves}
+    return {
+        "leaves": leaves,
+        "recorded": recorded,
+        "tolerance": lambda t, leaf: max(2e-4, 3 * sensitivity[f"{t}/{leaf}"]),
+        "start": {leaf: grads[f"p0/{leaf}"] for leaf in leaves},
+        "ours": ours,
+        "naive": plain,
+        "together": joint,
+        "walked": walked,
+    }
+
+
+def apart(found: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+
+
+@pytest.mark.parametrize("t", [1, 2, 5, 20])
+def test_directions_and_parameters_are_those_recorded(runs: dict, t: int) -> None:
+    for leaf in runs["leaves"]:
+        if "_scan_" in leaf:
+            continue
+        tolerance = runs["tolerance"](t, leaf)
+        assert apart(runs["ours"][t][leaf], runs["recorded"][f"u/{t}/{leaf}"]) < tolerance, leaf
+        path = runs["recorded"][f"p/{t}/{leaf}"] - runs["start"][leaf]
+        assert apart(runs["walked"][t][leaf] - runs["start"][leaf], path) < tolerance, leaf
+
+
+@pytest.mark.parametrize("t", [1, 2, 5, 20])
+def test_stacked_layers_are_those_recorded_but_for_the_clip(runs: dict, t: int) -> None:
+    """Recorded: one clip for all layers. The naive version with that clip has those numbers, and
+    with a clip for each layer ours."""
+    for leaf, joint in runs["together"][t].items():
+        tolerance = runs["tolerance"](t, leaf)
+        recorded = runs["recorded"][f"u/{t}/{leaf}"]
+        assert apart(joint, recorded) < tolerance, leaf
+        assert apart(runs["ours"][t][leaf], runs["naive"][t][leaf]) < tolerance, leaf
+        for own, other in zip(runs["ours"][t][leaf], recorded, strict=True):
+            assert apart(own / np.linalg.norm(own), other / np.linalg.norm(other)) < tolerance
+
+
+def test_every_step_is_that_of_the_naive_version(runs: dict) -> None:
+    for t in range(1, 21):
+        for leaf in runs["leaves"]:
+            assert apart(runs["ours"][t][leaf], runs["naive"][t][leaf]) < 5e-4, (t, leaf)
+
+
+@needs_data
+@pytest.mark.parametrize("n", [5, 16, 33])
+def test_single_functions_are_those_recorded(n: int) -> None:
+    data = np.load(DATA / "functions.npz")
+
+    def get(name: str) -> jax.Array:
+        return jnp.asarray(data[name.replace("*", str(n))])
+
+    def near(found: jax.Array, name: str) -> None:
+        np.testing.assert_allclose(found[0], get(name), rtol=3e-6, atol=3e-6)
+
+    def bounded(name: str, normals: str) -> jax.Array:
+        matrix = get(name)[None]
+        return norm_bound(matrix, jnp.max(jnp.abs(matrix), axis=(1, 2)), get(normals))
+
+    near(bounded("nlb/*/A", "nlb/*/normals"), "nlb/*/out")
+    near(bounded("nlb_skh/*/A", "nlb/*/normals"), "nlb_skh/*/out")
+    near(procrustes(get("proc/*/Q")[None], get("proc/*/normals")), "proc/*/out")
+    for kind, first, last in (("quad", "", ""), ("skew", "1", "2")):
+        target = get(f"dense_{kind}/*/term2")[None]
+        scale = bounded(f"dense_{kind}/*/term1", f"dense_{kind}/*/normals{first}") + target
+        near(scale, f"dense_{kind}/*/Lout")
+        gram = Gram(get(f"dense_{kind}/*/term1")[None], None)
+        factor, last_probes = get(f"dense_{kind}/*/Q")[None], get(f"dense_{kind}/*/normals{last}")
+        moved = METHODS[kind].dense(factor, gram, target, 0.7 / scale, last_probes)
+        near(moved, f"dense_{kind}/*/Qout")
+        diagonal, one = get(f"diag_{kind}/*/term1")[None], jnp.ones(1)
+        scale = jnp.max(diagonal, axis=1) + one
+        near(scale, f"diag_{kind}/*/Lout")
+        factor = get(f"diag_{kind}/*/Q")[None]
+        near(METHODS[kind].diagonal(factor, diagonal, one, 0.7 / scale), f"diag_{kind}/*/Qout")
+
+
+@needs_data
+def test_merging_and_balancing_are_those_recorded() -> None:
+    data = np.load(DATA / "functions.npz")
+    for name in data.files:
+        if name.startswith("merge/"):
+            shape = tuple(map(int, filter(None, name[6:].split("x"))))
+            assert matrix_shape(shape) == (tuple(data[name]) or (1,)), shape
+    left, right = balance(jnp.asarray(data["balance/Ql"]), jnp.asarray(data["balance/Qr"]))
+    np.testing.assert_allclose(data["balance/Ql"] * left[:, None, None], data["balance/Qlo"], 1e-6)
+    np.testing.assert_allclose(data["balance/Qr"] * right[:, None], data["balance/Qro"], 1e-6)
