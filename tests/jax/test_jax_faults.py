@@ -70,9 +70,13 @@ def test_stacked_layers_are_worked_on_and_clipped_one_by_one(kind: str) -> None:
         each, many = step_many(jax.tree.map(lambda x, s=sign: s * x, alone), many)
         for name in stack:
             for i in range(3):
-                np.testing.assert_allclose(
-                    stacked[name][i], each[f"{name}{i}"], rtol=1e-4, atol=1e-6
-                )
+                own = each[f"{name}{i}"]
+                np.testing.assert_allclose(stacked[name][i], own, rtol=1e-4, atol=1e-6)
+    first, _ = step_one(stack, whole.init(stack))
+    for leaf in first.values():
+        sizes = 5 * np.sqrt(np.mean(np.square(leaf), axis=tuple(range(1, leaf.ndim))))
+        assert sizes[0] > 0.5
+        np.testing.assert_allclose(sizes[1], 1.1, rtol=1e-5)
 
 
 def test_normalized_gradients_are_so_layer_by_layer() -> None:
@@ -91,6 +95,8 @@ def test_zero_gradients_keep_everything_finite(kind: str) -> None:
         updates, state = repeated(transform.update, grads, 1000, transform.init(grads))
         assert finite(updates, state)
         assert all(bool((leaf == 0).all()) for leaf in jax.tree.leaves(updates))
+        if options.get("noise_scale") == 0:  # nothing was shown, and nothing learned
+            np.testing.assert_array_equal(state.factors["9x7"][0].factor[0], np.eye(9))
 
 
 @both
