@@ -31,10 +31,11 @@ class FlatList:
     def __init__(self, params: Sequence[Tensor], dtype: torch.dtype, amsgrad: bool) -> None:
         self.params = tuple(params)
         whole = _buffer(self.params)
-        self.slots = _cut(whole, self.params)
-        for param, slot in zip(self.params, self.slots, strict=True):
+        slots = _cut(whole, self.params)
+        for param, slot in zip(self.params, slots, strict=True):
             param.data = slot
-        self.addresses = list(map(Tensor.data_ptr, self.slots))
+        self.addresses = list(map(Tensor.data_ptr, slots))
+        self.matrices = [param for param in self.params if param.ndim > 1]
         self.gradient = whole.grad = torch.zeros_like(whole)
         self._cut_gradient()
         self.form = (dtype, amsgrad)
@@ -107,9 +108,8 @@ class FlatList:
 
     def _unmoved(self) -> bool:
         """Whether nobody has pointed a parameter to other memory, or turned it round in place."""
-        matrices = (param for param in self.params if param.ndim > 1)
         return list(map(Tensor.data_ptr, self.params)) == self.addresses and all(
-            map(Tensor.is_contiguous, matrices)
+            map(Tensor.is_contiguous, self.matrices)
         )
 
     def _gather_(self, grads: list[Tensor]) -> None:
