@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from importlib import metadata
 
 import typer
 
@@ -15,12 +16,12 @@ def info() -> None:
     """Say which kernels are used on this machine, and why."""
     import torch
 
-    from isokron.kernels.paths import paths, version_of
+    from isokron.kernels.paths import paths
     from isokron.race.plan import machine
 
     installed = [f"isokron {__version__}", f"Python {platform.python_version()}"]
     installed.append(f"torch {torch.__version__}")
-    versions = {name: version_of(name) for name in OPTIONAL}
+    versions = {name: _version_of(name) for name in OPTIONAL}
     installed += [f"{name} {version}" for name, version in versions.items() if version]
     typer.echo(", ".join(installed))
     capability = torch.backends.cpu.get_cpu_capability()
@@ -32,3 +33,11 @@ def info() -> None:
     missing = [name for name, version in versions.items() if not version]
     if missing:
         typer.echo(f"\nNot installed, and not needed for training: {', '.join(missing)}.")
+
+
+def _version_of(package: str) -> str | None:
+    """The installed version of a package that may be missing."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

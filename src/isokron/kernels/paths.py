@@ -1,6 +1,5 @@
 """Which code does the work here, and why: what `isokron info` prints."""
 
-from importlib import metadata
 from typing import NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ def paths() -> list[PathTaken]:
     """Builds and checks what has not been built and checked yet."""
     found = [
         PathTaken("AdamW", "cpu", *status()),
-        PathTaken("symmetric products", "cpu", "torch", "by halves, from 512 rows on"),
+        PathTaken("symmetric products", "cpu", "torch", "by halves where matrices are large"),
     ]
     devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     for device in devices:
@@ -34,11 +33,3 @@ def paths() -> list[PathTaken]:
     if not devices:
         found.append(PathTaken("AdamW, products", "cuda", "unused", "torch sees no CUDA device"))
     return found
-
-
-def version_of(package: str) -> str | None:
-    """The installed version of a package that may be missing."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
