@@ -3,8 +3,6 @@
 Each is used where it is there and has shown to give the bits of torch.optim.AdamW(fused=True).
 """
 
-import ctypes
-import functools
 from collections.abc import Sequence
 from operator import is_
 from typing import Any
@@ -13,7 +11,7 @@ import torch
 from torch import Tensor
 
 from isokron.kernels.adamw_native import Lists, Pointers, Tensors
-from isokron.kernels.native import Unavailable, torch_symbols
+from isokron.kernels.native import core_setter
 from isokron.kernels.trust import trusted
 
 # Elements below which torch's operator is quicker on one thread: it wakes all of them a tensor.
@@ -144,7 +142,11 @@ def _by_triton(table: Table, lists: Lists, *, lr: float | Tensor, **settings: An
 def _by_torch(table: Table, lists: Lists, **settings: Any) -> None:
     params = lists[0]
     threads = torch.get_num_threads()
-    limit = _thread_limit() if params[0].device.type == "cpu" and threads > 1 else None
+    limit = (
+        core_setter("omp_set_num_threads")
+        if params[0].device.type == "cpu" and threads > 1
+        else None
+    )
     small, large = table.small_and_large(params) if limit and len(params) > 1 else ([], [])
     if not limit or not small:
         torch._fused_adamw_(*lists, **settings)
@@ -162,13 +164,3 @@ def _by_torch(table: Table, lists: Lists, **settings: Any) -> None:
 
 def _pick(tensors: Tensors, rows: Sequence[int]) -> Tensors:
     return tensors if len(rows) == len(tensors) else [tensors[i] for i in rows] if tensors else []
-
-
-@functools.cache
-def _thread_limit() -> Any:
-    """omp_set_num_threads of torch's OpenMP runtime, None where that has another."""
-    try:
-        address = torch_symbols(["omp_set_num_threads"])["omp_set_num_threads"]
-    except (Unavailable, KeyError):
-        return None
-    return ctypes.CFUNCTYPE(None, ctypes.c_int)(address)

@@ -9,6 +9,7 @@ says why. ISOKRON_NATIVE=0 switches it all off. ISOKRON_CACHE, else XDG_CACHE_HO
 import atexit
 import contextlib
 import ctypes
+import functools
 import hashlib
 import logging
 import os
@@ -215,3 +216,13 @@ def torch_symbols(names: Sequence[str]) -> dict[str, int]:
     except (StopIteration, OSError, AttributeError) as error:
         raise Unavailable(f"torch's library lacks {error}") from None
     return {name: address for name, address in found.items() if address}
+
+
+@functools.cache
+def core_setter(name: str) -> Callable[[int], object] | None:
+    """A function of torch's libraries that sets a number of cores, None where there is none."""
+    try:
+        address = torch_symbols([name])[name]
+    except (Unavailable, KeyError):
+        return None
+    return ctypes.CFUNCTYPE(None, ctypes.c_int)(address)

@@ -5,16 +5,16 @@ torch works through a batch one matrix after the other, so on the CPU a pool of 
 each of them told to compute on its own: the results do not depend on who took which matrix.
 """
 
-import ctypes
 import functools
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+from isokron.kernels.native import core_setter
 
 T = TypeVar("T")
 
@@ -57,10 +57,5 @@ def compute_alone() -> None:
 @functools.cache
 def _limits() -> tuple[Callable[[int], object], ...]:
     """What sets OpenMP's and MKL's number of cores for the calling thread; () without MKL."""
-    libraries = Path(torch.__file__).parent / "lib"
-    try:
-        openmp = ctypes.CDLL(str(next(libraries.glob("libgomp*"))))
-        torch_cpu = ctypes.CDLL(str(next(libraries.glob("*torch_cpu.*"))))
-        return openmp.omp_set_num_threads, torch_cpu.MKL_Set_Num_Threads_Local
-    except (StopIteration, OSError, AttributeError):
-        return ()
+    openmp, mkl = core_setter("omp_set_num_threads"), core_setter("MKL_Set_Num_Threads_Local")
+    return (openmp, mkl) if openmp and mkl else ()
