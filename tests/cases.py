@@ -92,6 +92,20 @@ CASES = [
         isokron.Katie,
         {"lr": 1e-2, "every": 4, "form": "symmetric", "stagger": True, "delay": 1, "max_dim": 8},
     ),
+    Case("quad", isokron.Quad, {"lr": 3e-2}, compiles=False),  # too many shapes, vectors included
+    Case(
+        "quad-old",
+        isokron.Quad,
+        {"lr": 3e-2, "apply": "old", "every": 3, "warmup": 2, "block_size": 8, "vectors": False},
+        compiles=False,
+    ),
+    Case("skew", isokron.Skew, {"lr": 3e-2, "vectors": False}),
+    Case(
+        "skew-turns",
+        isokron.Skew,
+        {"lr": 3e-2, "every": 4, "stagger": True, "delay": 1, "block_size": 8, "normalize": True},
+        compiles=False,
+    ),
     Case("spectral", isokron.Shampoo, {"lr": 1e-2, "route": "spectral"}),
     Case("whitening", Whitening, {"lr": 1e-2, "weight_decay": 0.1}, compiles=False),
     Case("whitening-grafted", Whitening, {"graft": "rmsprop", "nesterov": True}, compiles=False),

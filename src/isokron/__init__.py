@@ -16,8 +16,10 @@ if TYPE_CHECKING:
         Katie,
         Muon,
         Preconditioned,
+        Quad,
         Shampoo,
         SignDescent,
+        Skew,
         param_groups,
     )
     from isokron.tasks import Task
@@ -28,8 +30,10 @@ _HOMES = {
     "Katie": "isokron.optim",
     "Muon": "isokron.optim",
     "Preconditioned": "isokron.optim",
+    "Quad": "isokron.optim",
     "Shampoo": "isokron.optim",
     "SignDescent": "isokron.optim",
+    "Skew": "isokron.optim",
     "param_groups": "isokron.optim",
     "Task": "isokron.tasks",
 }
@@ -41,8 +45,10 @@ __all__ = [
     "Katie",
     "Muon",
     "Preconditioned",
+    "Quad",
     "Shampoo",
     "SignDescent",
+    "Skew",
     "Task",
     "__version__",
     "jax",

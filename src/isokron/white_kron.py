@@ -126,13 +126,18 @@ def bucket_name(shape: Shape, dense: tuple[bool, ...]) -> str:
 
 
 def factor_rate(
-    step: Any, initial: Any, minimum: Callable[..., Any] = min, maximum: Callable[..., Any] = max
+    step: Any,
+    initial: Any,
+    floor: Any = 0.4,
+    *,
+    minimum: Callable[..., Any] = min,
+    maximum: Callable[..., Any] = max,
 ) -> Any:
-    """max(plr₀ (1 + t/10⁴)^(−½), min(0.4, plr₀)): the floor never raises a smaller rate.
+    """max(plr₀ (1 + t/10⁴)^(−½), min(floor, plr₀)): the floor never raises a smaller rate.
 
     `minimum`, `maximum`: those of the numbers given, where they are not Python's.
     """
-    return maximum(initial * (1 + step / 1e4) ** -0.5, minimum(0.4, initial))
+    return maximum(initial * (1 + step / 1e4) ** -0.5, minimum(floor, initial))
 
 
 def scramble(row: Any, column: Any) -> Any:

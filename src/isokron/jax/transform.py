@@ -132,7 +132,9 @@ def scale_by_white_kron(
             state.factors,
             live,
             count,
-            white_kron.factor_rate(count.astype(work), preconditioner_lr, jnp.minimum, jnp.maximum),
+            white_kron.factor_rate(
+                count.astype(work), preconditioner_lr, minimum=jnp.minimum, maximum=jnp.maximum
+            ),
             probes or (lambda size: probe_rows(size, this_key, work)),
             this_key,
         )

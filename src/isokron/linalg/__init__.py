@@ -2,7 +2,8 @@
 
 from isokron.linalg.bases import eigenbasis, follow, offdiagonal
 from isokron.linalg.eigen import eigh
-from isokron.linalg.gram import gram_, mirror_, unfold
+from isokron.linalg.gram import gram_, mirror_, symmetric_product, unfold
+from isokron.linalg.norm_bound import norm_bound
 from isokron.linalg.polar import newton_schulz
 from isokron.linalg.roots import inverse_power, inverse_root
 
@@ -15,6 +16,8 @@ __all__ = [
     "inverse_root",
     "mirror_",
     "newton_schulz",
+    "norm_bound",
     "offdiagonal",
+    "symmetric_product",
     "unfold",
 ]

@@ -4,9 +4,11 @@ from isokron.optim.adamw import AdamW
 from isokron.optim.engine import Preconditioned
 from isokron.optim.katie import Katie
 from isokron.optim.muon import Muon
+from isokron.optim.quad import Quad
 from isokron.optim.routing import param_groups
 from isokron.optim.shampoo import Shampoo
 from isokron.optim.sign import SignDescent
+from isokron.optim.skew import Skew
 from isokron.optim.soap import SOAP
 
 __all__ = [
@@ -15,7 +17,9 @@ __all__ = [
     "Katie",
     "Muon",
     "Preconditioned",
+    "Quad",
     "Shampoo",
     "SignDescent",
+    "Skew",
     "param_groups",
 ]

@@ -1,5 +1,7 @@
 """When a block's operator is made anew: at `start`, ever less often, then every so many steps.
 
+Through a `warmup` it is made anew in every step, and counting begins after it.
+
 Functions take `step`, how many gradients a block has seen, and `phase`, by how many steps its turn
 is shifted.
 """
@@ -11,7 +13,7 @@ from isokron.optim.blocks import Batch
 
 
 def first(group: Mapping[str, Any]) -> int:
-    return group["start"] or group["every"]
+    return 1 if group["warmup"] else group["start"] or group["every"]
 
 
 def due(step: int, phase: int, group: Mapping[str, Any]) -> bool:
@@ -20,7 +22,10 @@ def due(step: int, phase: int, group: Mapping[str, Any]) -> bool:
     Before t = every also at start·2, start·4, …: what is known of curvature changes fastest when
     little is. Delayed refreshes, which would overtake each other, do without.
     """
-    turn, start, every = step - phase, first(group), group["every"]
+    turn, every = step - phase - group["warmup"], group["every"]
+    start = group["start"] or every
+    if turn <= 0:
+        return step > phase
     if turn <= start:
         return turn == start
     if turn < every and not group["delay"]:
@@ -56,8 +61,12 @@ def take_turns_(batches: Sequence[Batch], group: Mapping[str, Any]) -> None:
 
 def check_cadence(group: Mapping[str, Any]) -> str | None:
     """What is wrong with `delay`, if anything: a refresh must land before the next begins."""
+    if group["delay"] == 0:
+        return None
+    if group["warmup"]:
+        return f"0 with a warmup, which is every step's own (warmup={group['warmup']})"
     gap = group["every"] - first(group) % group["every"]
-    if group["delay"] < gap or group["delay"] == 0:
+    if group["delay"] < gap:
         return None
     return (
         f"below {gap}, the steps from one refresh to the next (every={group['every']}, "

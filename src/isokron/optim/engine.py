@@ -7,14 +7,14 @@ moment, grafting, weight decay, cadence, averages, checks and checkpoints are th
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from isokron.optim import checkpoint
-from isokron.optim.blocks import Batch, is_matrix
+from isokron.optim.blocks import Batch, Block, Row, cut_blocks, is_matrix
 from isokron.optim.cadence import unready
 from isokron.optim.checks import check_gradients
 from isokron.optim.grafting import graft, graft_direction
@@ -56,6 +56,8 @@ class Preconditioned(torch.optim.Optimizer):
     # gradient, and the engine keeps a moment only for grafting
     keeps_moment: ClassVar[bool] = False
     squares: ClassVar[bool] = False  # True: statistics hold squares, which must not overflow
+    # True: directions are found for all batches before any is written, and `settle_` sees them
+    settles: ClassVar[bool] = False
 
     def __init__(self, params: Params, lr: float | Tensor, **settings: Any) -> None:
         if isinstance(params, nn.Module):
@@ -99,6 +101,27 @@ class Preconditioned(torch.optim.Optimizer):
     ) -> Tensor:
         """Apply the operator. `state["step"]` broadcasts over the batch."""
         return moment
+
+    def scaled_gradient(
+        self, grad: Tensor, rows: Sequence[Row], group: Mapping[str, Any]
+    ) -> Tensor:
+        """The gradients of these rows as the method wants to see them. [B, ...]"""
+        return grad
+
+    def settle_(self, updates: Sequence[Update], group: Mapping[str, Any]) -> None:
+        """What depends on several blocks of a parameter, done to their directions in place."""
+
+    def cut(self, shape: Sequence[int], group: Mapping[str, Any]) -> list[Block]:
+        """The blocks of a parameter that the method takes."""
+        return cut_blocks(
+            shape,
+            max_dim=group["max_dim"],
+            oversize=group["oversize"],
+            order=2 if group["route"] == "spectral" else self.order,
+            stacked=group["stacked"],
+            split=group["split"],
+            split_dim=group["split_dim"],
+        )
 
     def takes(self, param: Tensor, group: Mapping[str, Any]) -> bool:
         """Whether the method steps this parameter; what it does not take goes to AdamW."""
@@ -255,7 +278,7 @@ class Preconditioned(torch.optim.Optimizer):
             self._join()
             # decompositions need float32, whatever state_dtype says
             least = torch.float32 if self.operator else None
-            plan = build_plan(group, self.takes, self.order, self.state, self.shaping, least)
+            plan = build_plan(group, self.takes, self.cut, self.state, self.shaping, least)
             for batch in plan.batches:
                 batch.state = self._full_state(batch, group)
                 if group["delay"]:
@@ -294,17 +317,15 @@ class Preconditioned(torch.optim.Optimizer):
 
     def _step_blocks(self, plan: Plan, group: Mapping[str, Any]) -> None:
         copies: Copies = {}
-        together = group["graft"] and group["graft_by"] == "parameter"
-        held: list[Update] = []
-        for batch in plan.batches:
-            update = self._update(batch, group)
-            if update is not None and together:
-                held.append(update)
-            elif update is not None:
-                update.write_(group, copies)
-        if held:
-            graft_by_parameter_(held, plan.params)
-        for update in held:
+        found = (self._update(batch, group) for batch in plan.batches)
+        updates: Iterable[Update] = (update for update in found if update is not None)
+        if group["graft"] and group["graft_by"] == "parameter":
+            updates = list(updates)
+            graft_by_parameter_(updates, plan.params)
+        elif self.settles and not group["graft"]:
+            updates = list(updates)
+            self.settle_(updates, group)
+        for update in updates:
             update.write_(group, copies)
         write_back(copies)
 
@@ -322,6 +343,7 @@ class Preconditioned(torch.optim.Optimizer):
 
         rows = [batch.rows[i] for i in present]
         grad = batch.stack([row.param.grad for row in rows if row.param.grad is not None], rows)
+        grad = self.scaled_gradient(grad, rows, group)
         if group["maximize"]:
             grad = -grad
         if group["weight_decay"] and group["decay"] == "l2":

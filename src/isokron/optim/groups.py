@@ -14,7 +14,7 @@ from isokron.optim.blocks import split_sizes
 from isokron.optim.cadence import check_cadence
 from isokron.optim.settings import CHOICES, SHARED
 
-LEAST = {"every": 1, "stacked": 0, "split_dim": 0, "delay": 0, "tolerated": 0}
+LEAST = {"every": 1, "warmup": 0, "stacked": 0, "split_dim": 0, "delay": 0, "tolerated": 0}
 
 
 def learning_rate(group: Mapping[str, Any]) -> Any:

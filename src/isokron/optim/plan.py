@@ -1,6 +1,6 @@
 """Which parameters of a group are blocks of which batch, and which go to AdamW."""
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from isokron.optim.averaging import Averages
-from isokron.optim.blocks import Batch, Row, cut_blocks
+from isokron.optim.blocks import Batch, Block, Row
 from isokron.optim.cadence import take_turns_
 from isokron.optim.flat import FlatList, small_and_large
 from isokron.optim.fused import FusedList
@@ -101,7 +101,7 @@ def layout(group: Mapping[str, Any], shaping: tuple[str, ...]) -> tuple[Any, ...
 def build_plan(
     group: Mapping[str, Any],
     takes: Callable[[Tensor, Mapping[str, Any]], bool],
-    order: int | None,
+    cut: Callable[[Sequence[int], Mapping[str, Any]], list[Block]],
     state: Mapping[Tensor, Any],
     shaping: tuple[str, ...] = (),
     least: torch.dtype | None = None,
@@ -123,16 +123,7 @@ def build_plan(
         if not takes(param, group):
             lists.setdefault((param.device, param.dtype), []).append(param)
             continue
-        blocks = cut_blocks(
-            param.shape,
-            max_dim=group["max_dim"],
-            oversize=group["oversize"],
-            order=2 if group["route"] == "spectral" else order,
-            stacked=group["stacked"],
-            split=group["split"],
-            split_dim=group["split_dim"],
-        )
-        for number, block in enumerate(blocks):
+        for number, block in enumerate(cut(param.shape, group)):
             key = (block.shape, param.dtype, param.device)
             rows.setdefault(key, []).append(Row(param, block, number))
     batches = []

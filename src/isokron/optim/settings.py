@@ -26,6 +26,7 @@ SHARED: dict[str, Any] = {
     "graft_by": "block",  # lengths are compared by "block" or by "parameter"
     "every": 1,  # steps between refreshes
     "start": None,  # the first refresh; then at start·2, start·4, … up to every. None: at every
+    "warmup": 0,  # steps at first that each refresh; `start` and `every` count from there
     "stagger": False,  # whether blocks take turns to refresh, so that no step stalls
     "delay": 0,  # steps a refresh may take on a thread of its own; 0: within its step
     "tolerated": 3,  # failed refreshes in a row that keep the operator as it is and do not raise
@@ -84,6 +85,7 @@ class Shared(TypedDict, total=False):
     oversize: Literal["cut", "identity"]
     decay: Literal["decoupled", "corrected", "l2"]
     graft_by: Literal["block", "parameter"]
+    warmup: int
     stagger: bool
     delay: int
     tolerated: int

@@ -26,6 +26,8 @@ BUILT_IN: dict[str, tuple[str, tuple[float, ...]]] = {
     "shampoo": ("Shampoo", STRUCTURED_LRS),
     "soap": ("SOAP", STRUCTURED_LRS),
     "katie": ("Katie", STRUCTURED_LRS),
+    "quad": ("Quad", STRUCTURED_LRS),
+    "skew": ("Skew", STRUCTURED_LRS),
     "sign": ("SignDescent", (3e-4, 1e-3, 3e-3, 1e-2)),
 }
 

@@ -1,0 +1,44 @@
+"""A length for every layer of a parameter, whose blocks may be in several batches."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from isokron.optim.blocks import Row
+from isokron.optim.grafting import norms
+from isokron.optim.writing import Update
+
+
+def clip_by_layer_(updates: Sequence[Update], most: float, divisor: float) -> None:
+    """P ← P·min(1, most/rms(P))/divisor, the root mean square being that of a whole layer.
+
+    A layer is a part of a parameter that its blocks were cut from: one of a stack, or of a split.
+    """
+    numbers: dict[tuple[Tensor, int], int] = {}
+    owners, sizes = [], []
+    for update in updates:
+        keys = [(row.param, row.block.part) for row in update.rows]
+        owners += [numbers.setdefault(key, len(numbers)) for key in keys]
+        sizes += [update.direction[0].numel()] * len(keys)
+    owner = torch.tensor(owners)
+    squares = torch.cat([norms(update.direction).cpu() for update in updates]).square()
+    zeros = squares.new_zeros(len(numbers))
+    energy = zeros.index_add(0, owner, squares)
+    size = zeros.index_add(0, owner, torch.tensor(sizes, dtype=zeros.dtype))
+    scale = (most / (energy / size).sqrt().clamp_min(most) / divisor)[owner]
+    parts = scale.split([len(update.rows) for update in updates])
+    for update, part in zip(updates, parts, strict=True):
+        direction = update.direction
+        direction.mul_(part.to(direction).view(-1, *[1] * (direction.ndim - 1)))
+
+
+def layer_norms(rows: Sequence[Row]) -> Tensor:
+    """The norm of the gradient of each row's layer, in float64. [B]"""
+    found: dict[tuple[Tensor, int], Tensor] = {}
+    for row in rows:
+        key = (row.param, row.block.part)
+        if key not in found and row.param.grad is not None:
+            part = row.param.grad[row.block.index]
+            found[key] = torch.linalg.vector_norm(part, dtype=torch.float64)
+    return torch.stack([found[row.param, row.block.part] for row in rows])

@@ -1,0 +1,43 @@
+"""Skew: momentum made white by factors that are turned toward symmetric as they learn."""
+
+import torch
+from torch import Tensor
+
+from isokron.linalg import norm_bound
+from isokron.optim.white_kron import WhiteKron
+from isokron.optim.whitening import Pull
+
+
+class Skew(WhiteKron):
+    """P μ̂ with P = QlᵀQl ⊗ QrᵀQr, and Q ← MQ, M = I − plr/L·(T − t₂I), then a Procrustes step.
+
+    It takes what Quad takes, and its factors move faster: see docs/white_kron.md.
+    """
+
+    symmetric = False
+    pace = 1.0
+
+    def move_dense(self, factor: Tensor, pull: Pull, probes: Tensor) -> Tensor:
+        return procrustes(pull.before(factor), probes)
+
+    def move_diagonal(self, factor: Tensor, pull: Tensor) -> Tensor:
+        return factor * pull
+
+
+def procrustes(factor: Tensor, probes: Tensor) -> Tensor:
+    """Q ← Q + a(RQ + ½aRRQ), R = (Qᵀ − Q)/max|Qᵀ − Q|: turns Q toward symmetric positive.
+
+    a = (1/8)/‖R‖, and no more than −tr(RQ)/tr(RRQ), where the trace of Q is largest. [B, n, n]
+    """
+    skew = factor.mT - factor
+    top = skew.abs().amax((1, 2))
+    skew /= torch.where(top > 0, top, 1)[:, None, None]
+    turned = skew @ factor
+    # tr(RX) = Σ Rᵢⱼ Xⱼᵢ and Rᵢⱼ = −Rⱼᵢ
+    slope = -(skew * factor).sum((1, 2))
+    bend = -(skew * turned).sum((1, 2))
+    norm = norm_bound(skew, torch.ones_like(top), probes)
+    angle = 1 / (8 * torch.where(norm > 0, norm, 1))
+    angle = torch.where(bend < 0, angle.minimum(slope / torch.where(bend < 0, -bend, 1)), angle)
+    angle = torch.where(slope > 0, angle, 0)[:, None, None]
+    return factor + angle * turned.baddbmm(skew * (angle / 2), turned)

@@ -1,0 +1,266 @@
+"""What Quad and Skew share: momentum made white by factors that learn from it as they go."""
+
+import random
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import Any, ClassVar, Unpack
+
+import torch
+from torch import Tensor
+
+from isokron.optim.blocks import Batch, Block, Row, cut_blocks
+from isokron.optim.clipping import clip_by_layer_, layer_norms
+from isokron.optim.engine import Params, Preconditioned
+from isokron.optim.groups import check_number
+from isokron.optim.moments import first_moment_
+from isokron.optim.settings import Shared
+from isokron.optim.whitening import (
+    Pull,
+    Sides,
+    balance_,
+    fixed_numbers,
+    growth_limit,
+    learned,
+    whiten,
+)
+from isokron.optim.writing import Update
+from isokron.white_kron import (
+    ADAM_DIVISOR,
+    BALANCE_EVERY,
+    BLOCK_SIZE,
+    CLIP,
+    GROWTH_LIMIT,
+    MAX_SIZE_DENSE,
+    PROBES,
+    dense_sides,
+    factor_rate,
+    matrix_shape,
+    spans,
+)
+
+DTYPES = (None, torch.bfloat16, torch.float32, torch.float64)
+CHOICES = {"lr_style": ("adam", None), "apply": ("new", "old"), "dtype": DTYPES}
+
+
+class WhiteKron(Preconditioned):
+    """P μ̂ with P = QlᵀQl ⊗ QrᵀQr, each layer's root mean square clipped to 1.1.
+
+    The arguments, and what a step computes, are those of isokron.jax: docs/white_kron.md.
+    """
+
+    keeps_moment = True
+    settles = True
+    operator = ("factor", "lipschitz")
+    shaping = ("dtype", "block_size", "max_size_dense")
+    symmetric: ClassVar[bool]  # whether Q stays so
+    pace: ClassVar[float]  # of the factors: z = pace·plr/L
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-2,
+        *,
+        momentum: float = 0.95,
+        weight_decay: float = 0.1,
+        lr_style: str | None = "adam",
+        normalize: bool = False,
+        block_size: int = BLOCK_SIZE,
+        max_size_dense: int = MAX_SIZE_DENSE,
+        preconditioner_lr: float = 0.7,
+        preconditioner_lr_floor: float = 0.4,
+        preconditioner_init_scale: float = 1.0,
+        noise_scale: float = 1e-9,
+        damping: float = 0.0,
+        every: int = 1,
+        apply: str = "new",
+        dtype: torch.dtype | None = None,
+        seed: int | None = None,
+        graft: str | None = None,
+        betas: tuple[float, float] = (0.9, 0.99),
+        **shared: Unpack[Shared],
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            lr_style=lr_style,
+            normalize=normalize,
+            block_size=block_size,
+            max_size_dense=max_size_dense,
+            preconditioner_lr=preconditioner_lr,
+            preconditioner_lr_floor=preconditioner_lr_floor,
+            preconditioner_init_scale=preconditioner_init_scale,
+            noise_scale=noise_scale,
+            damping=damping,
+            every=every,
+            apply=apply,
+            dtype=dtype,
+            seed=seed,
+            graft=graft,
+            betas=betas,
+            **{"vectors": True, **shared},
+        )
+
+    def move_dense(self, factor: Tensor, pull: Pull, probes: Tensor) -> Tensor:
+        """A dense factor after one step. [B, n, n]"""
+        raise NotImplementedError
+
+    def move_diagonal(self, factor: Tensor, pull: Tensor) -> Tensor:
+        """A diagonal one. [B, n]"""
+        raise NotImplementedError
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        who = type(self).__name__
+
+        def need(ok: bool, name: str, rule: str) -> None:
+            if not ok:
+                raise ValueError(f"{who}: {name} must be {rule}, got {name}={group[name]!r}")
+
+        for name, choices in CHOICES.items():
+            need(group[name] in choices, name, f"one of {choices}")
+        for name in ("preconditioner_lr", "preconditioner_init_scale"):
+            check_number(who, name, group[name], "above 0")
+        for name in ("preconditioner_lr_floor", "noise_scale", "damping"):
+            check_number(who, name, group[name])
+        for name in ("block_size", "max_size_dense"):
+            whole = isinstance(group[name], int) and not isinstance(group[name], bool)
+            need(whole and group[name] >= 1, name, "a whole number of at least 1")
+        seed = group["seed"]
+        whole = isinstance(seed, int) and not isinstance(seed, bool)
+        need(seed is None or (whole and seed >= 0), "seed", "None or a whole number of at least 0")
+        need(isinstance(group["normalize"], bool), "normalize", "True or False")
+        need(group["preconditioner_lr"] <= 1, "preconditioner_lr", "at most 1")
+        scale = "preconditioner_init_scale"
+        need(group[scale] <= GROWTH_LIMIT, scale, f"at most {GROWTH_LIMIT:g}")
+        need(group["max_dim"] is None, "max_dim", "None here; `block_size` cuts matrices")
+        need(group["oversize"] == "cut", "oversize", "'cut' here; see `max_size_dense`")
+        still = group["damping"] == 0 or group["apply"] == "new"
+        need(still, "damping", "0 with apply='old', which adds no noise")
+
+    def takes(self, param: Tensor, group: Mapping[str, Any]) -> bool:
+        """Vectors and scalars too, which have a diagonal factor."""
+        return super().takes(param, group) or (group["vectors"] and group["route"] == "auto")
+
+    def cut(self, shape: Sequence[int], group: Mapping[str, Any]) -> list[Block]:
+        """Vectors whole; matrices in blocks, but for sides too large to have a dense factor."""
+        if group["route"] == "spectral":
+            return super().cut(shape, group)
+        wholes = cut_blocks(
+            shape, stacked=group["stacked"], split=group["split"], split_dim=group["split_dim"]
+        )
+        blocks = []
+        for whole in wholes:
+            merged = matrix_shape(whole.merged)
+            sides = [
+                _slices(size, group["block_size"] if dense else size)
+                for size, dense in _sides(merged, group)
+            ]
+            blocks += [Block(whole.part, whole.index, merged, cut) for cut in product(*sides)]
+        return blocks
+
+    def scaled_gradient(
+        self, grad: Tensor, rows: Sequence[Row], group: Mapping[str, Any]
+    ) -> Tensor:
+        if not group["normalize"] or group["route"] == "spectral":
+            return grad
+        lengths = layer_norms(rows) + 1e-6
+        return grad / lengths.to(grad).view(-1, *[1] * (grad.ndim - 1))
+
+    def init_state(self, batch: Batch, group: Mapping[str, Any]) -> dict[str, Tensor]:
+        dtype = group["dtype"] or batch.dtype
+        state = {"moment": batch.zeros().to(dtype)} if group["momentum"] else {}
+        for i, (size, dense) in enumerate(_sides(batch.shape, group)):
+            eyes = batch.eyes(size, dtype)
+            start = eyes if dense else eyes.diagonal(dim1=1, dim2=2).clone()
+            state[f"factor.{i}"] = start * group["preconditioner_init_scale"]
+            state[f"lipschitz.{i}"] = eyes.new_zeros(len(eyes), dtype=batch.dtype)
+        return state
+
+    def observe(self, grad: Tensor, state: dict[str, Tensor], group: Mapping[str, Any]) -> None:
+        """What is to be whitened goes along to `refresh` and `direction` as "seen"."""
+        seen = grad
+        if "moment" in state:
+            mean = state["moment"].to(grad.dtype)
+            step = state["step"]
+            seen = first_moment_(mean, grad, group["momentum"], group["nesterov"], step)
+            state["moment"].copy_(mean)  # the bias is taken off what is not rounded yet
+        state["seen"] = seen
+        if group["apply"] == "old":
+            state["white"] = whiten(seen, _worked(state).factors, self.symmetric)
+
+    def refresh(self, state: dict[str, Tensor], group: Mapping[str, Any]) -> dict[str, Tensor]:
+        sides, seen = _worked(state), state["seen"]
+        step = state["step"].flatten()
+        limit = growth_limit(group["apply"], group["noise_scale"], len(sides.factors))
+        if group["apply"] == "old":
+            white = state["white"]
+        else:
+            white = whiten(self._noisy(seen, step, group), sides.factors, self.symmetric)
+        start, floor = group["preconditioner_lr"], group["preconditioner_lr_floor"]
+        plr = factor_rate(step, start, floor, maximum=torch.clamp_min)
+
+        def probes(size: int) -> Tensor:
+            return _numbers((PROBES, size), seen, step, group["seed"])
+
+        sides = learned(self, white, sides, plr, probes, limit)
+        # at every hundredth step, or the first refresh after it
+        last = torch.where(step <= group["warmup"], step - 1, step - group["every"]).clamp_min(0)
+        balance_(sides.factors, (step / BALANCE_EVERY).floor() > (last / BALANCE_EVERY).floor())
+        return {
+            **{f"factor.{i}": each for i, each in enumerate(sides.factors)},
+            **{f"lipschitz.{i}": each for i, each in enumerate(sides.lipschitz)},
+        }
+
+    def direction(self, grad: Tensor, state: dict[str, Tensor], group: Mapping[str, Any]) -> Tensor:
+        if group["apply"] == "old":
+            return state["white"]
+        return whiten(state["seen"], _worked(state).factors, self.symmetric)
+
+    def settle_(self, updates: Sequence[Update], group: Mapping[str, Any]) -> None:
+        if group["route"] != "spectral" and updates:
+            clip_by_layer_(updates, CLIP, ADAM_DIVISOR if group["lr_style"] == "adam" else 1.0)
+
+    def _noisy(self, seen: Tensor, step: Tensor, group: Mapping[str, Any]) -> Tensor:
+        """G + noise, so that what is never observed has a scale too."""
+        if group["noise_scale"] == 0 and group["damping"] == 0:
+            return seen
+        size = group["noise_scale"]
+        if group["damping"]:
+            largest = seen.abs().flatten(1).amax(1)
+            size = size + group["damping"] * largest.view(-1, *[1] * (seen.ndim - 1))
+        return seen + size * _numbers(seen.shape[1:], seen, step, group["seed"])
+
+
+def _sides(shape: Sequence[int], group: Mapping[str, Any]) -> list[tuple[int, bool]]:
+    """Each side's size, and whether its factor is dense."""
+    return list(zip(shape, dense_sides(tuple(shape), group["max_size_dense"]), strict=True))
+
+
+def _slices(size: int, width: int) -> list[slice]:
+    return [
+        slice(start + i * each, start + (i + 1) * each)
+        for start, each, many in spans(size, width)
+        for i in range(many)
+    ]
+
+
+def _worked(state: Mapping[str, Tensor]) -> Sides:
+    """In the dtype that is worked in, which is that of L."""
+    count = sum(key.startswith("factor.") for key in state)
+    lipschitz = [state[f"lipschitz.{i}"] for i in range(count)]
+    return Sides([state[f"factor.{i}"].to(lipschitz[i].dtype) for i in range(count)], lipschitz)
+
+
+def _numbers(shape: Sequence[int], like: Tensor, step: Tensor, seed: int | None) -> Tensor:
+    """Of mean square 1: fixed ones, or normals of the seed and of each row's step. [..., *shape]"""
+    if seed is None:
+        return fixed_numbers(shape, like)
+    steps, which = step.long().unique(return_inverse=True)
+    drawn = []
+    for number in steps.tolist():
+        # a generator takes 32 bits of its seed and no more
+        mixed = random.Random(f"{seed} {number}").getrandbits(32)
+        generator = torch.Generator().manual_seed(mixed)
+        drawn.append(torch.randn(*shape, generator=generator, dtype=like.dtype))
+    return torch.stack(drawn).to(like.device)[which]
