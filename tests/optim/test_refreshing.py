@@ -213,6 +213,12 @@ def test_staggered_refreshes_are_spread_over_the_steps(monkeypatch: pytest.Monke
     assert staggered == dict.fromkeys(range(4, 17), 2)
 
 
+def test_a_warmup_refreshes_in_every_step_and_counting_begins_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert turns(monkeypatch, warmup=3) == dict.fromkeys([1, 2, 3, 7, 11, 15], 8)
+
+
 def test_costly_blocks_take_turns_of_their_own() -> None:
     shapes = [(32, 32)] * 2 + [(4, 4)] * 6
     params = [nn.Parameter(torch.randn(shape)) for shape in shapes]

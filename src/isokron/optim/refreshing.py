@@ -153,7 +153,7 @@ def _end(batch: Batch, present: list[int], at: list[int]) -> tuple[State, list[b
 def _settled(method: Refreshing, state: State, group: Group) -> tuple[State, list[bool]]:
     """A new operator of every row, or where it failed the one it had; and which have failed."""
     fresh = method.refresh(state, group)
-    sums = [value.view(len(value), -1).sum(1, dtype=torch.float64) for value in fresh.values()]
+    sums = [value.reshape(len(value), -1).sum(1, dtype=torch.float64) for value in fresh.values()]
     if not sums:
         return fresh, [False] * len(state["step"])
     failed = ~torch.stack(sums).isfinite().all(0)
