@@ -15,7 +15,7 @@ def first(group: Mapping[str, Any]) -> Any:
 
 
 def due(step: jax.Array, group: Mapping[str, Any]) -> jax.Array | bool:
-    """Whether they are in step t: start, start·2, start·4, … < every, then where t mod every = 0."""
+    """Whether they are in step t: start, start·2, start·4, … < every, or t mod every = 0."""
     start, every = first(group), group["every"]
     if isinstance(start, int) and isinstance(every, int) and start == every == 1:
         return True
