@@ -79,8 +79,9 @@ def test_gradients_of_any_size_keep_everything_finite(kind: str, size: float) ->
         updates, state = update(jax.tree.map(lambda g: g * size, tree(seed)), state)
         assert finite(updates, state)
     assert state.skipped == state.failed == 0
-    if size == 0:
+    if size == 0:  # nothing was shown, and nothing learned
         same(updates, jax.tree.map(jnp.zeros_like, updates))
+        same(state.blocks, transform.init(tree()).blocks)
     for name in ("w", "other") if size >= 1 else ():
         assert 0.03 < float(jnp.sqrt(jnp.mean(updates[name] ** 2))) < 3
 
@@ -206,6 +207,15 @@ def test_a_tree_says_which_leaves_are_stacks() -> None:
         "4x5": (3, 4, 5),
         "3x20": (1, 3, 20),
     }
+
+
+@every
+def test_leaves_of_every_kind_come_back_in_their_shape(kind: str) -> None:
+    shapes = {"a": (5,), "b": (), "c": (1, 6), "d": (2, 3, 4), "e": (0, 3), "f": (2, 1, 3)}
+    grads = {name: jnp.ones(shape) for name, shape in shapes.items()}
+    transform, _ = made(kind)
+    updates, _ = jax.eval_shape(transform.update, grads, transform.init(grads))
+    assert {name: leaf.shape for name, leaf in updates.items()} == shapes
 
 
 def test_decay_and_its_mask_and_the_schedule() -> None:

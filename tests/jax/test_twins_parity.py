@@ -19,8 +19,8 @@ STEPS = 20
 RATE = 0.01
 SHAPES: dict[str, tuple[int, ...]] = {
     "square": (8, 8),
-    "cut": (20, 12),  # above max_dim
-    "wide": (5, 24),
+    "cut": (20, 12),  # above max_dim: 16x12 and 4x12
+    "wide": (4, 28),  # 4x16, and 4x12 in the same batch
     "row": (1, 9),
     "convolution": (6, 4, 3, 3),
     "order3": (5, 6, 7),
@@ -43,8 +43,12 @@ OPTIONS: list[tuple[str, list[str], dict[str, Any]]] = [
     ("soap", ["cut"], {**FULL, "graft": None, "basis": "eigh", "beta3": 0.7}),
     ("soap", ["cut"], {**FULL, "graft": "sgd", "tolerance": 0.3, "factor_beta": 0.8, "every": 3}),
     ("soap", ["cut"], {**FULL, "graft": "adagrad", "graft_by": "parameter"}),
-    ("soap", ["cut"], {**FULL, "oversize": "identity", "momentum": 0.5, "nesterov": True}),
-    ("soap", ["vector"], {"vectors": True, "start": 8, "momentum": 0.5, "dampening": 0.1}),
+    ("soap", ["cut"], {**FULL, "oversize": "identity", "momentum": 0.5, "dampening": 0.1}),
+    (
+        "soap",
+        ["vector"],
+        {"vectors": True, "start": 8, "momentum": 0.5, "dampening": 0.1, "nesterov": True},
+    ),
     ("shampoo", ["cut"], {**CUT, "solver": "newton", "every": 4, "start": None}),
     ("shampoo", ["cut"], {**CUT, "solver": "higher", "exponent": 4, "deficient": "lift"}),
     ("shampoo", ["cut"], {**CUT, "form": "eigen", "graft": None}),
@@ -112,7 +116,7 @@ def test_options_mean_what_they_mean_in_torch(
         assert apart(kind, names, options) < 1e-6
 
 
-@pytest.mark.parametrize("kind", DEFAULTS)
+@pytest.mark.parametrize("kind", ["shampoo", "katie", "muon"])
 def test_in_float32_they_stay_near(kind: str) -> None:
     """Shampoo divides by roots of eigenvalues that float32 knows to three digits."""
     assert apart(kind, ["cut"], DEFAULTS[kind], np.float32) < (1e-2 if kind == "shampoo" else 1e-4)

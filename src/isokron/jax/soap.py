@@ -129,10 +129,9 @@ def _turned(state: State, side: int, group: Group) -> jax.Array:
     if group["basis"] == "eigh":
         basis = eigenbasis(cov)
     else:
+        near = follow(cov, old)
         basis = jax.lax.cond(
-            new.any(),
-            lambda: jnp.where(across(new, cov), eigenbasis(cov), follow(cov, old)),
-            lambda: follow(cov, old),
+            new.any(), lambda: jnp.where(across(new, cov), eigenbasis(cov), near), lambda: near
         )
     if is_zero(group["tolerance"]):
         return basis
