@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 from isokron.linalg import newton_schulz
-from isokron.linalg.polynomials import schedule
+from isokron.polynomials import schedule
 
 CASES: dict[str, list[tuple[int, ...]]] = {
     "one 4096×1024": [(4096, 1024)],

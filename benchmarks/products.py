@@ -10,7 +10,7 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 
 from isokron.linalg import gram_, newton_schulz
 from isokron.linalg.polar import quickest
-from isokron.linalg.polynomials import schedule
+from isokron.polynomials import schedule
 
 CLASSIC = schedule("classic", 5)
 SHAPES = [(512, 512), (512, 2048), (1024, 1024), (1024, 4096), (2048, 2048)]

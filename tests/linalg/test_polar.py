@@ -4,7 +4,7 @@ import torch
 
 from isokron.linalg import gram, newton_schulz
 from isokron.linalg.polar import quickest
-from isokron.linalg.polynomials import POLYNOMIALS, Coefficients, schedule
+from isokron.polynomials import POLYNOMIALS, Coefficients, schedule
 
 CLASSIC = POLYNOMIALS["classic"][0]
 SAME = ("plain", "symmetric", "gram", "auto")  # ways to one and the same polynomial

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from isokron.linalg.roots import SOLVERS, inverse_power, inverse_root
+from isokron.exponents import SOLVERS
 from isokron.linalg.roots import _taylor as taylor
+from isokron.linalg.roots import inverse_power, inverse_root
 
 ITERATIVE = [solver for solver in SOLVERS if solver != "eigh"]
 

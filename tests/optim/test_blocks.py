@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from isokron.optim.blocks import cut_blocks, merge_dims
+from isokron.cutting import cut_blocks, merge_dims
 
 
 @pytest.mark.parametrize(

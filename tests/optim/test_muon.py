@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import isokron
-from isokron.linalg.polynomials import POLYNOMIALS
+from isokron.polynomials import POLYNOMIALS
 
 
 def naive_muon(

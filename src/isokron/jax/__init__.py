@@ -1,15 +1,34 @@
-"""Quad and Skew as optax transformations. Needs `pip install isokron[jax]`, and no torch."""
+"""Quad, Skew, SOAP, Shampoo, Katie and Muon as optax transformations.
 
+Needs `pip install isokron[jax]`, and no torch.
+"""
+
+from isokron.jax.katie import katie, scale_by_katie
+from isokron.jax.muon import muon, scale_by_muon
+from isokron.jax.polar import newton_schulz
+from isokron.jax.preconditioned import PreconditionedState
 from isokron.jax.quad import quad, scale_by_quad
+from isokron.jax.shampoo import scale_by_shampoo, shampoo
 from isokron.jax.skew import scale_by_skew, skew
+from isokron.jax.soap import scale_by_soap, soap
 from isokron.jax.specs import get_opt_state_partition_specs
 from isokron.jax.transform import WhiteKronState
 
 __all__ = [
+    "PreconditionedState",
     "WhiteKronState",
     "get_opt_state_partition_specs",
+    "katie",
+    "muon",
+    "newton_schulz",
     "quad",
+    "scale_by_katie",
+    "scale_by_muon",
     "scale_by_quad",
+    "scale_by_shampoo",
     "scale_by_skew",
+    "scale_by_soap",
+    "shampoo",
     "skew",
+    "soap",
 ]

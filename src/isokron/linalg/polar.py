@@ -8,7 +8,7 @@ from torch import Tensor
 from isokron.kernels.trust import trusted
 from isokron.linalg.eigen import eigh, power_of_two
 from isokron.linalg.gram import symmetric_product
-from isokron.linalg.polynomials import Choice, Coefficients, schedule
+from isokron.polynomials import Choice, Coefficients, schedule
 
 METHODS = ("auto", "plain", "symmetric", "gram", "eigh", "reference")
 

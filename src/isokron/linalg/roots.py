@@ -1,14 +1,10 @@
 """Inverse roots (A + εI)^(−1/p) of symmetric positive matrices, by eigenvalues or by products."""
 
-import math
-
 import torch
 from torch import Tensor
 
+from isokron.exponents import check_root
 from isokron.linalg.eigen import eigh, power_of_two
-
-SOLVERS = ("eigh", "newton", "higher")
-DEFICIENT = ("relative", "lift", "pseudo")
 
 # The least a matrix is damped by, in place of zero: that of a matrix of zeros is finite too.
 LEAST = 1e-30
@@ -143,36 +139,3 @@ def _taylor(gap: Tensor, root: int, order: int) -> Tensor:
     for c in reversed(coefficients[1:-1]):  # Horner
         total = (total + c * eye) @ gap
     return total + eye
-
-
-def check_root(
-    root: float,
-    damping: float = 0.0,
-    *,
-    solver: str = "eigh",
-    deficient: str = "lift",
-    rtol: float | None = None,
-    atol: float = 0.0,
-) -> None:
-    if solver not in SOLVERS:
-        raise ValueError(f"solver must be one of {SOLVERS}, got {solver!r}")
-    if deficient not in DEFICIENT:
-        raise ValueError(f"deficient must be one of {DEFICIENT}, got {deficient!r}")
-    if not 0 < root < math.inf:
-        raise ValueError(f"root must be a positive number, got {root!r}")
-    if solver != "eigh" and root != int(root):
-        raise ValueError(
-            f"root must be an integer for solver={solver!r}, got {root!r}; use solver='eigh'"
-        )
-    for name, value in (("damping", damping), ("rtol", rtol or 0.0), ("atol", atol)):
-        if not 0 <= value < math.inf:
-            raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
-    if deficient == "pseudo" and damping != 0:
-        raise ValueError(
-            f"damping must be 0 for deficient='pseudo', got {damping!r}; use another of {DEFICIENT}"
-        )
-    if deficient == "pseudo" and solver != "eigh":
-        raise ValueError(
-            f"solver must be 'eigh' for deficient='pseudo', got {solver!r}: "
-            "only eigenvalues tell what is deficient"
-        )

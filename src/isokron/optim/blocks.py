@@ -1,6 +1,5 @@
 """How a parameter of any shape becomes blocks, and how equal blocks become one batch."""
 
-import itertools
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -8,128 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-Index = tuple[int | slice, ...]
+from isokron.cutting import Block, cut_blocks, is_matrix, split_sizes
 
-
-@dataclass(frozen=True)
-class Block:
-    """One block of a parameter: index it, view the part as `merged`, cut that.
-
-    `part`: which part of the parameter this is; blocks of one part have the same index.
-    """
-
-    part: int
-    index: Index
-    merged: tuple[int, ...]
-    cut: tuple[slice, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(
-            len(range(size)[piece]) for size, piece in zip(self.merged, self.cut, strict=True)
-        )
-
-    def view(self, tensor: Tensor) -> Tensor:
-        """The block as a view of `tensor`; RuntimeError where its strides do not allow one."""
-        return tensor[self.index].view(self.merged)[self.cut]
-
-    def read(self, tensor: Tensor) -> Tensor:
-        """The block, copied only where the strides of `tensor` force it."""
-        return tensor[self.index].reshape(self.merged)[self.cut]
-
-
-def is_matrix(shape: Sequence[int], stacked: int = 0) -> bool:
-    """Whether, past the stacking dimensions, more than one dimension is left."""
-    return sum(size != 1 for size in shape[stacked:]) >= 2
-
-
-def merge_dims(
-    shape: Sequence[int], max_dim: int | None = None, order: int | None = None
-) -> tuple[int, ...]:
-    """Drop ones and merge small neighbours, from the last backwards, while ≤ `max_dim`.
-
-    A matrix never becomes a vector. `order`: merge on from the last, whatever the size, until so
-    few dimensions are left. (256, 128, 3, 3) is (256, 128, 9) at max_dim 1024, (256, 1152) at
-    order 2.
-    """
-    dims = [size for size in shape if size != 1]
-    merged: list[int] = []
-    while dims:
-        size = dims.pop()
-        dims_left = len(dims) + len(merged) + 1
-        fits = max_dim is not None and bool(merged) and size * merged[0] <= max_dim
-        too_many = order is not None and dims_left > order
-        if merged and ((fits and dims_left > 2) or too_many):
-            merged[0] *= size
-        else:
-            merged.insert(0, size)
-    return tuple(merged)
-
-
-def cut_blocks(
-    shape: Sequence[int],
-    *,
-    max_dim: int | None = None,
-    oversize: str = "cut",
-    order: int | None = None,
-    stacked: int = 0,
-    split: Sequence[int] | int | None = None,
-    split_dim: int = 0,
-) -> list[Block]:
-    """All blocks of a parameter of this shape.
-
-    `oversize`: whether dimensions above `max_dim` are "cut" or, by "identity", stay whole.
-    `stacked`: so many leading dimensions count matrices ([experts, m, n] has stacked=1).
-    `split`: sizes (or a number of equal parts) of a fused projection along `split_dim` of one
-    matrix, so that query, key and value are blocks of their own.
-    """
-    inner = tuple(shape[stacked:])
-    lengths = split_sizes(inner, split, split_dim)
-    longest = max_dim if oversize == "cut" else None
-    whole = slice(None)
-    parts = itertools.count()
-    blocks = []
-    for lead in itertools.product(*map(range, shape[:stacked])):
-        for start, length in zip(itertools.accumulate(lengths, initial=0), lengths, strict=False):
-            narrow: Index = ()
-            part = inner
-            if split is not None:
-                narrow = (whole,) * split_dim + (slice(start, start + length),)
-                part = (*inner[:split_dim], length, *inner[split_dim + 1 :])
-            merged = merge_dims(part, max_dim, order)
-            if is_matrix(inner):  # a part of one row is a matrix of one row
-                merged = (1,) * (2 - len(merged)) + merged
-            cuts = itertools.product(*(_pieces(size, longest) for size in merged))
-            number = next(parts)
-            blocks += [Block(number, (*lead, *narrow), merged, cut) for cut in cuts]
-    return blocks
-
-
-def split_sizes(shape: Sequence[int], split: Sequence[int] | int | None, dim: int) -> list[int]:
-    """The lengths of the parts along `dim`, checked against the shape."""
-    if split is None:
-        return [shape[dim] if shape else 1]
-    if dim >= len(shape):
-        raise ValueError(f"split_dim {dim} is not a dimension of shape {tuple(shape)}")
-    if isinstance(split, int):
-        if split < 1 or shape[dim] % split:
-            raise ValueError(
-                f"split={split} must divide dimension {dim} of shape {tuple(shape)}; "
-                "give the sizes of the parts instead"
-            )
-        return [shape[dim] // split] * split
-    if sum(split) != shape[dim] or min(split, default=0) < 1:
-        raise ValueError(
-            f"split={tuple(split)} must be positive sizes that sum to {shape[dim]}, "
-            f"dimension {dim} of shape {tuple(shape)}"
-        )
-    return list(split)
-
-
-def _pieces(size: int, max_dim: int | None) -> list[slice]:
-    if max_dim is None:
-        return [slice(0, size)]
-    return [slice(start, min(start + max_dim, size)) for start in range(0, size, max_dim)]
+__all__ = ["Batch", "Block", "Row", "cut_blocks", "is_matrix", "split_sizes"]
 
 
 @dataclass(frozen=True)

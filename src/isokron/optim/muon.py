@@ -6,10 +6,10 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from isokron.linalg.polynomials import Choice, schedule
 from isokron.optim.engine import Params, Preconditioned
 from isokron.optim.settings import Shared
 from isokron.optim.spectral import SCALES, spectral_direction
+from isokron.polynomials import Choice, schedule
 
 
 class Muon(Preconditioned):

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from isokron.optim.blocks import is_matrix
+from isokron.cutting import is_matrix
 from isokron.optim.kinds import find_kinds, find_owners, in_layer, matrices_within
 
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -1,14 +1,14 @@
 """Shampoo: one factor a dimension, each an inverse root (Gupta et al., 1802.09568)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import prod
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
+from isokron.exponents import Exponent, check_root, exponents
 from isokron.linalg import eigh, inverse_power, inverse_root, mirror_, offdiagonal
-from isokron.linalg.roots import check_root
 from isokron.operators import Dense, Eigen, Factor, Identity, Kron
 from isokron.optim.blocks import Batch
 from isokron.optim.covariances import (
@@ -25,8 +25,6 @@ from isokron.optim.settings import HeavyBall
 
 FORMS = ("root", "eigen")
 STATISTICS = ("gradient", "kl")
-
-Exponent = float | Mapping[int, float | Sequence[float]] | None
 
 
 class Shampoo(Preconditioned):
@@ -184,20 +182,3 @@ class Shampoo(Preconditioned):
                 powers = inverse_power(values, root, group["damping"], group["deficient"])
                 factors[i] = Eigen(powers, state[f"basis.{i}"])
         return tuple(factors)
-
-
-def exponents(group: Mapping[str, Any], order: int) -> list[float]:
-    """p of every dimension of a block of this order."""
-    given = group["exponent"]
-    if isinstance(given, Mapping):
-        given = given.get(order)
-    if given is None:
-        # KL factors are those of the covariance itself, of which an inverse half is wanted
-        return [2.0 if group["statistic"] == "kl" else 2.0 * order] * order
-    roots = list(given) if isinstance(given, Sequence) else [given] * order
-    if len(roots) != order or not all(isinstance(p, (int, float)) and p >= 0 for p in roots):
-        raise ValueError(
-            f"Shampoo: exponent must be a number of at least 0, or {{order: number or one a "
-            f"dimension}}, got {group['exponent']!r}"
-        )
-    return [float(p) for p in roots]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from isokron.linalg import newton_schulz
-from isokron.linalg.polynomials import Choice
+from isokron.polynomials import Choice
 
 SCALES = ("match_rms_adamw", "original")
 
