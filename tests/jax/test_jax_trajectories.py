@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from white_kron_naive import Naive
 
 from isokron.jax.factors import QUAD, SKEW, Gram, balance, procrustes
 from isokron.jax.norm_bound import norm_bound
 from isokron.jax.transform import scale_by_white_kron
 from isokron.white_kron import matrix_shape
+from white_kron_naive import Naive
 
 ROOT = Path(__file__).parents[2]
 DATA = Path(os.environ.get("ISOKRON_SHARED", ROOT.parent / "shared")) / "data" / "white_kron"
