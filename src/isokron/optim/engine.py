@@ -318,16 +318,24 @@ class Preconditioned(torch.optim.Optimizer):
     def _step_blocks(self, plan: Plan, group: Mapping[str, Any]) -> None:
         copies: Copies = {}
         found = (self._update(batch, group) for batch in plan.batches)
-        updates: Iterable[Update] = (update for update in found if update is not None)
-        if group["graft"] and group["graft_by"] == "parameter":
-            updates = list(updates)
-            graft_by_parameter_(updates, plan.params)
-        elif self.settles and not group["graft"]:
-            updates = list(updates)
-            self.settle_(updates, group)
-        for update in updates:
+        updates = (update for update in found if update is not None)
+        for update in self._settled(updates, plan, group):
             update.write_(group, copies)
         write_back(copies)
+
+    def _settled(
+        self, updates: Iterable[Update], plan: Plan, group: Mapping[str, Any]
+    ) -> Iterable[Update]:
+        """Updates one by one, or all at once where they depend on each other."""
+        by_parameter = group["graft"] and group["graft_by"] == "parameter"
+        if not by_parameter and (group["graft"] or not self.settles):
+            return updates
+        held = list(updates)
+        if held and by_parameter:
+            graft_by_parameter_(held, plan.params)
+        elif held:
+            self.settle_(held, group)
+        return held
 
     def _update(self, batch: Batch, group: Mapping[str, Any]) -> Update | None:
         """Observe, refresh what is due, and find the update. [B, ...]"""

@@ -153,12 +153,14 @@ def _end(batch: Batch, present: list[int], at: list[int]) -> tuple[State, list[b
 def _settled(method: Refreshing, state: State, group: Group) -> tuple[State, list[bool]]:
     """A new operator of every row, or where it failed the one it had; and which have failed."""
     fresh = method.refresh(state, group)
-    sums = [value.reshape(len(value), -1).sum(1, dtype=torch.float64) for value in fresh.values()]
-    if not sums:
+    rows = [value.reshape(len(value), -1) for value in fresh.values()]
+    if not rows:
         return fresh, [False] * len(state["step"])
-    failed = ~torch.stack(sums).isfinite().all(0)
+    failed = ~torch.stack([each.sum(1).double() for each in rows]).isfinite().all(0)
+    if bool(failed.any()):  # or a sum of finite numbers is not one itself
+        failed = torch.stack([~each.isfinite().all(1) for each in rows]).any(0)
     if bool(failed.any()):
         for key, value in fresh.items():
-            rows = failed.view(-1, *[1] * (value.ndim - 1))
-            fresh[key] = torch.where(rows, state[key].to(value.dtype), value)
+            bad = failed.view(-1, *[1] * (value.ndim - 1))
+            fresh[key] = torch.where(bad, state[key].to(value.dtype), value)
     return fresh, failed.tolist()

@@ -218,7 +218,7 @@ class WhiteKron(Preconditioned):
         return whiten(state["seen"], _worked(state).factors, self.symmetric)
 
     def settle_(self, updates: Sequence[Update], group: Mapping[str, Any]) -> None:
-        if group["route"] != "spectral" and updates:
+        if group["route"] != "spectral":
             clip_by_layer_(updates, CLIP, ADAM_DIVISOR if group["lr_style"] == "adam" else 1.0)
 
     def _noisy(self, seen: Tensor, step: Tensor, group: Mapping[str, Any]) -> Tensor:

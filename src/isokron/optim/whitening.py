@@ -43,7 +43,7 @@ class Pull:
         else:
             drawn = self.rate * (half @ self.thin)
             whole = (self.grow * half).baddbmm_(drawn, self.thin.mT, alpha=-1)
-        return (whole + whole.mT).mul_(0.5)
+        return whole.lerp(whole.mT, 0.5)
 
 
 class Learner(Protocol):
@@ -90,9 +90,9 @@ def learned(
     """
     largest = white.abs().flatten(1).amax(1)
     shown = largest > 0
-    # so that the squares of whatever is finite are
-    down = SQUARE_LIMIT / largest.clamp_min(SQUARE_LIMIT)
-    white = white * down.view(-1, *[1] * (white.ndim - 1))
+    usual = bool((shown & (largest <= SQUARE_LIMIT)).all())
+    if not usual:  # so that the squares of whatever is finite are
+        white = _times(white, SQUARE_LIMIT / largest.clamp_min(SQUARE_LIMIT))
     white = white if white.ndim == 3 else white.unsqueeze(2)
     scale = largest.clamp_max(SQUARE_LIMIT).square()
     result = Sides([], [])
@@ -108,9 +108,12 @@ def learned(
             fixed = probes(factor.size(1))
             bound = _grown(lipschitz, norm_bound(gram, scale, fixed) + seen.size(2))
             moved = learner.move_dense(factor, Pull(seen, gram, learner.pace * plr / bound), fixed)
-        known = shown.view(-1, *[1] * (factor.ndim - 1))
-        result.factors.append(torch.where(known, moved.clamp_(-limit, limit), factor))
-        result.lipschitz.append(torch.where(shown, bound, lipschitz))
+        moved.clamp_(-limit, limit)
+        if not usual:
+            moved = torch.where(shown.view(-1, *[1] * (factor.ndim - 1)), moved, factor)
+            bound = torch.where(shown, bound, lipschitz)
+        result.factors.append(moved)
+        result.lipschitz.append(bound)
     return result
 
 
@@ -120,13 +123,18 @@ def _grown(lipschitz: Tensor, steepness: Tensor) -> Tensor:
 
 def balance_(factors: Sequence[Tensor], due: Tensor) -> None:
     """Scale Ql and Qr, where it is due, so that max|Ql| = max|Qr|; P stays. due: [B]"""
-    if len(factors) != 2:
+    if len(factors) != 2 or not bool(due.any()):
         return
     left, right = (factor.abs().flatten(1).amax(1) for factor in factors)
     known = due & (left > 0) & (right > 0)
     scale = torch.where(known, right / left, 1).sqrt()
     for factor, by in zip(factors, (scale, 1 / scale), strict=True):
-        factor.mul_(by.view(-1, *[1] * (factor.ndim - 1)))
+        factor.copy_(_times(factor, by))
+
+
+def _times(blocks: Tensor, by: Tensor) -> Tensor:
+    """Each block times its number. [B, ...], [B]"""
+    return blocks * by.view(-1, *[1] * (blocks.ndim - 1))
 
 
 def growth_limit(apply: str, noise_scale: float, sides: int) -> float:
