@@ -31,6 +31,7 @@ SCENARIOS = {
     "auto, nothing set": ("quad", "Auto", "nothing", "x", True),
     "explicit": ("quad", "Explicit", "set_mesh", "x", False),
     "explicit, skew, specs": ("skew", "Explicit", "set_mesh", "y", True),
+    "explicit, with": ("quad", "Explicit", "with", "x", False),
     "explicit, nothing set": ("quad", "Explicit", "nothing", "x", False),
 }
 
@@ -77,10 +78,9 @@ def scenario(name: str, alone: dict[str, Any]) -> dict[str, Any]:
         found = isokron.jax.get_opt_state_partition_specs(params, factory, **settings)
         expected = jax.tree.map(lambda spec: NamedSharding(mesh, spec), found)
         eager = optimizer.init(params)
-        if how == "nothing" and types == "Explicit":
-            state = jax.device_put(eager, expected)  # JAX asks for a mesh to make one inside jit
-        else:
-            state = jax.jit(optimizer.init, out_shardings=expected)(params)
+        # an explicit mesh is known to jit without being told
+        told = {} if types == "Explicit" else {"out_shardings": expected}
+        state = jax.jit(optimizer.init, **told)(params)
         after, state, compiled = walk(optimizer, params, grads, state)
     pairs = zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True)
     error = max(float(np.max(np.abs(after[leaf] - alone[method][leaf]))) for leaf in SHAPES)

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from isokron.jax.chunks import chunk_rows, in_chunks, largest_entries
 from isokron.jax.factors import Method, balance
 from isokron.jax.learning import Probes, learn
 from isokron.jax.noise import noise
@@ -52,7 +53,38 @@ def step(
     probes: Probes,
     key: jax.Array | None,
 ) -> tuple[Batches, Factors]:
-    """Directions, and the factors after this step; blocks that are not `live` keep theirs."""
+    """Directions, and the factors after this step; blocks that are not `live` keep theirs.
+
+    Batches that overflow the cache go through it one by one, in chunks; the others all at once,
+    which makes fewer and larger operations. Blocks that are spread over devices stay as they lie.
+    """
+    whole = {name: (blocks, factors[name], live[name]) for name, blocks in batches.items()}
+
+    def work(some: dict[str, Any]) -> dict[str, tuple[jax.Array, Sides]]:
+        parts = [{name: each[i] for name, each in some.items()} for i in range(3)]
+        directions, moved = _step(learning, *parts, count, rate, probes, key)
+        return {name: (directions[name], moved[name]) for name in some}
+
+    done = {}
+    for name, batch in list(whole.items()) if learning.together else []:
+        rows = batch[0].shape[0]
+        size = chunk_rows(rows, largest_entries(batch))
+        if size < rows:
+            done |= in_chunks(work, {name: whole.pop(name)}, size)
+    done |= work(whole) if whole else {}
+    return tuple({name: done[name][i] for name in batches} for i in range(2))
+
+
+def _step(
+    learning: Learning,
+    batches: Batches,
+    factors: Factors,
+    live: Batches,
+    count: jax.Array,
+    rate: jax.Array,
+    probes: Probes,
+    key: jax.Array | None,
+) -> tuple[Batches, Factors]:
     symmetric = learning.method.symmetric
 
     def whitened(blocks: Batches, with_factors: Factors) -> Batches:
