@@ -31,10 +31,12 @@ def transformer(width: int, layers: int, vocabulary: int) -> Shapes:
     return [(vocabulary, width), *(2 * norm + attention + perceptron) * layers, *norm]
 
 
+MIXED: Shapes = [*[(256, 256)] * 8, *[(256, 512)] * 4, *[(512, 256)] * 4]
+SMALL: Shapes = [(64, 8)] * 16
 CASES: dict[str, tuple[str, Shapes]] = {
-    "a": ("multiples of 256", [(256, 256)] * 8 + [(256, 512)] * 4 + [(512, 256)] * 4),
+    "a": ("multiples of 256", MIXED),
     "b": ("transformer of width 192", transformer(192, 3, 1280)),
-    "c": ("16 of 64×8", [(64, 8)] * 16),
+    "c": ("16 of 64×8", SMALL),
     "d": ("transformer of width 320", transformer(320, 1, 1024)),
 }
 
@@ -93,7 +95,9 @@ def jax_section(cases: list[str], methods: list[str], rounds: int) -> None:
             }
             took = interleaved({key: each.turn for key, each in contestants.items()}, rounds, 3)
             print(f"\n{method}, {name}, {sum(map(math.prod, shapes)) / 1e6:.2f}M parameters")
-            print(f"{'':22}{'ms':>9}{'ratio':>7}{'compile s':>11}{'ratio':>7}{'MiB':>9}{'ratio':>7}")
+            print(
+                f"{'':22}{'ms':>9}{'ratio':>7}{'compile s':>11}{'ratio':>7}{'MiB':>9}{'ratio':>7}"
+            )
             first = contestants["eformer"]
             for key, each in contestants.items():
                 step = took[key] / each.steps

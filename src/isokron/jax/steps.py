@@ -58,21 +58,29 @@ def step(
     Batches that overflow the cache go through it one by one, in chunks; the others all at once,
     which makes fewer and larger operations. Blocks that are spread over devices stay as they lie.
     """
-    whole = {name: (blocks, factors[name], live[name]) for name, blocks in batches.items()}
+    sizes = {
+        name: chunk_rows(blocks.shape[0], largest_entries((blocks, factors[name])))
+        for name, blocks in batches.items()
+    }
+    large = [n for n, size in sizes.items() if learning.together and size < len(batches[n])]
+    small = [name for name in batches if name not in large]
 
-    def work(some: dict[str, Any]) -> dict[str, tuple[jax.Array, Sides]]:
-        parts = [{name: each[i] for name, each in some.items()} for i in range(3)]
-        directions, moved = _step(learning, *parts, count, rate, probes, key)
-        return {name: (directions[name], moved[name]) for name in some}
+    def part(names: list[str]) -> tuple[Batches, Factors, Batches]:
+        return (
+            {name: batches[name] for name in names},
+            {name: factors[name] for name in names},
+            {name: live[name] for name in names},
+        )
 
-    done = {}
-    for name, batch in list(whole.items()) if learning.together else []:
-        rows = batch[0].shape[0]
-        size = chunk_rows(rows, largest_entries(batch))
-        if size < rows:
-            done |= in_chunks(work, {name: whole.pop(name)}, size)
-    done |= work(whole) if whole else {}
-    return tuple({name: done[name][i] for name in batches} for i in range(2))
+    def work(some: tuple[Batches, Factors, Batches]) -> tuple[Batches, Factors]:
+        return _step(learning, *some, count, rate, probes, key)
+
+    directions, moved = work(part(small)) if small else ({}, {})
+    for name in large:
+        direction, factor = in_chunks(work, part([name]), sizes[name])
+        directions |= direction
+        moved |= factor
+    return directions, moved
 
 
 def _step(
