@@ -18,6 +18,8 @@ import isokron.jax
 # `with mesh:` is deprecated, and still used
 warnings.filterwarnings("ignore", category=DeprecationWarning)
 
+# told on stderr before the one program that XLA warns of, so that its silence means something
+CANARY = "what follows is moved badly"
 SHAPES = {"w": (48, 32), "stack": (3, 16, 16), "bias": (24,)}
 SPECS = {"w": P("x", None), "stack": P(None, "y", "x"), "bias": P("x")}
 FLAGS = {"w": False, "stack": True, "bias": False}
@@ -115,6 +117,10 @@ def main() -> None:
                 isokron.jax.quad(**({"pipeline_axis_name": "x"} | given)).init(params)
             except ValueError as error:
                 print(json.dumps({"name": next(iter(given)), "message": str(error)}))
+    print(CANARY, file=sys.stderr, flush=True)
+    moved = NamedSharding(mesh, P(None, None, ("x", "y")))
+    start = jax.device_put(np.ones((8, 8, 16), "f"), NamedSharding(mesh, P("x", "y")))
+    jax.jit(lambda x: jax.lax.with_sharding_constraint(x + 1, moved).sum(0))(start)
 
 
 if __name__ == "__main__":
