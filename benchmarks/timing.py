@@ -4,8 +4,6 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 
-import torch
-
 from isokron.race.plan import machine
 
 
@@ -25,6 +23,8 @@ def interleaved(
 
 def conditions() -> str:
     """The machine, threads and torch version a figure was taken with."""
+    import torch  # not above: what JAX does is timed where there is no torch
+
     capability = torch.backends.cpu.get_cpu_capability()
     return (
         f"{machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}, {capability}"

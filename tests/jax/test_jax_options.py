@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from isokron import white_kron
-from isokron.jax import quad, scale_by_quad, scale_by_skew
+from isokron.jax import chunks, quad, scale_by_quad, scale_by_skew
 from isokron.jax.noise import fixed
 from isokron.jax.norm_bound import norm_bound
 
@@ -188,6 +188,25 @@ def test_blocks_cover_every_leaf_once() -> None:
         ends = np.cumsum([piece.blocks for piece in bucket.pieces])
         assert [piece.first for piece in bucket.pieces] == [0, *ends[:-1]]
     assert plan.buckets["20dx4"].dense == (False, True)
+
+
+@pytest.mark.parametrize("scale", [scale_by_quad, scale_by_skew])
+def test_chunks_change_nothing(scale: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    grads = {"w": jnp.asarray(np.random.default_rng(0).standard_normal((18, 16)), jnp.float32)}
+    settings = {"scale": scale, "grads": grads, "block_size": 6, "every": 2, "warmup": 1}
+    whole = run(**settings)
+    monkeypatch.setattr(chunks, "ENTRIES", 2 * 36)
+    assert chunks.chunk_rows(6, 36) == 2  # of 6×6; the three of 6×4 go all at once
+    near(run(**settings), whole)
+
+
+def test_chunks_are_divisors_that_fill_the_cache() -> None:
+    entries = chunks.ENTRIES // 4
+    rows = {rows: chunks.chunk_rows(rows, entries) for rows in (3, 4, 7, 24, 25)}
+    assert rows == {3: 3, 4: 4, 7: 1, 24: 4, 25: 1}
+    # a loop over 5003 rows of 8×8, which is a prime, would take far longer than all at once
+    assert chunks.chunk_rows(5003, 64) == 5003
+    assert chunks.chunk_rows(10**6, 10**9) == 1
 
 
 def test_leaves_of_every_kind_come_back_in_their_shape() -> None:

@@ -21,15 +21,12 @@ def norm_bound(matrix: jax.Array, scale: jax.Array, probes: jax.Array) -> jax.Ar
     row = jnp.einsum("bi,bij->bj", chosen.astype(matrix.dtype), matrix)[:, None, :] * inverse
     vectors = row + jnp.sqrt(jnp.mean(jnp.square(row), axis=2, keepdims=True)) * probes
 
-    def power(_: int, vectors: jax.Array) -> jax.Array:
-        vectors = jnp.einsum("bki,bij->bkj", vectors, matrix) * inverse
-        return vectors / jnp.maximum(_norm(vectors), tiny)
+    def power(_: int, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        vectors = jnp.einsum("bki,bij->bkj", found[0], matrix) * inverse
+        norms = jnp.sqrt(jnp.sum(jnp.square(vectors), axis=2, keepdims=True))
+        return vectors / jnp.maximum(norms, tiny), norms
 
-    # a loop, because unrolled steps would be most of what is compiled
-    vectors = jax.lax.fori_loop(0, POWER_STEPS, power, vectors)
-    vectors = jnp.einsum("bki,bij->bkj", vectors, matrix) * inverse
-    return jnp.max(_norm(vectors)[:, :, 0], axis=1) * scale
-
-
-def _norm(vectors: jax.Array) -> jax.Array:
-    return jnp.sqrt(jnp.sum(jnp.square(vectors), axis=2, keepdims=True))
+    # a loop, because unrolled steps would be most of what is compiled; so the last product is in it
+    norms = jnp.zeros_like(vectors[:, :, :1])
+    _, norms = jax.lax.fori_loop(0, POWER_STEPS + 1, power, (vectors, norms))
+    return jnp.max(norms[:, :, 0], axis=1) * scale

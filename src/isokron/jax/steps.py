@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from isokron.jax.chunks import chunk_rows, in_chunks, largest_entries
 from isokron.jax.factors import Method, balance
 from isokron.jax.learning import Probes, learn
 from isokron.jax.noise import noise
@@ -52,7 +53,46 @@ def step(
     probes: Probes,
     key: jax.Array | None,
 ) -> tuple[Batches, Factors]:
-    """Directions, and the factors after this step; blocks that are not `live` keep theirs."""
+    """Directions, and the factors after this step; blocks that are not `live` keep theirs.
+
+    Batches that overflow the cache go through it one by one, in chunks; the others all at once,
+    which makes fewer and larger operations. Blocks that are spread over devices stay as they lie.
+    """
+    sizes = {
+        name: chunk_rows(blocks.shape[0], largest_entries((blocks, factors[name])))
+        for name, blocks in batches.items()
+    }
+    large = [n for n, size in sizes.items() if learning.together and size < len(batches[n])]
+    small = [name for name in batches if name not in large]
+
+    def part(names: list[str]) -> tuple[Batches, Factors, Batches]:
+        return (
+            {name: batches[name] for name in names},
+            {name: factors[name] for name in names},
+            {name: live[name] for name in names},
+        )
+
+    def work(some: tuple[Batches, Factors, Batches]) -> tuple[Batches, Factors]:
+        return _step(learning, *some, count, rate, probes, key)
+
+    directions, moved = work(part(small)) if small else ({}, {})
+    for name in large:
+        direction, factor = in_chunks(work, part([name]), sizes[name])
+        directions |= direction
+        moved |= factor
+    return directions, moved
+
+
+def _step(
+    learning: Learning,
+    batches: Batches,
+    factors: Factors,
+    live: Batches,
+    count: jax.Array,
+    rate: jax.Array,
+    probes: Probes,
+    key: jax.Array | None,
+) -> tuple[Batches, Factors]:
     symmetric = learning.method.symmetric
 
     def whitened(blocks: Batches, with_factors: Factors) -> Batches:

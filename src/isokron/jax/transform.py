@@ -86,7 +86,7 @@ def scale_by_white_kron(
         return WhiteKronState(
             count=jnp.zeros((), jnp.int32),
             skipped=jnp.zeros(sum(leaf.layers for leaf in plan.leaves), jnp.int32),
-            mu=jax.tree.map(lambda leaf: jnp.zeros_like(leaf, dtype=kept), params),
+            mu=jax.tree.map(lambda leaf: _zeros_like(leaf, kept), params),
             factors=Placement(mesh, pipeline_axis_name).spread(factors) if leaves else params,
         )
 
@@ -159,6 +159,14 @@ def scale_by_white_kron(
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _zeros_like(leaf: Any, dtype: Any) -> jax.Array:
+    zeros = jnp.zeros_like(leaf, dtype=dtype)
+    if not isinstance(leaf, jax.core.Tracer):
+        return zeros
+    # jit drops an argument that nothing uses, and with the last of them the devices of its mesh
+    return jnp.where(False, leaf.astype(dtype), zeros)
 
 
 def _homes(updates: Any, specs: Any) -> list[PartitionSpec | None]:

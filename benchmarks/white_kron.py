@@ -1,0 +1,129 @@
+"""Quad and Skew against their peers: time of a step, time to compile it, bytes of state.
+
+    python benchmarks/white_kron.py [--only jax] [--case a,b,c,d] [--method quad,skew] [--rounds 15]
+
+jax: against eformer's, at its own settings (state and work in bfloat16) and in float32. A step is
+jitted, with parameters and state donated, and changes the parameters. Contestants take turns; times
+are medians, "compile" is what comes before the first step. With every=10 a turn is ten steps, of
+which one learns. Ratios are to eformer at its own settings.
+A section whose peer is not installed says so and is left out.
+"""
+
+import argparse
+import importlib.metadata
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+from timing import interleaved
+
+from isokron.race.plan import machine
+
+Shapes = list[tuple[int, ...]]
+
+
+def transformer(width: int, layers: int, vocabulary: int) -> Shapes:
+    """Matrices, biases and norms of one that is four times as wide inside."""
+    norm: Shapes = [(width,), (width,)]
+    attention: Shapes = [(width, 3 * width), (3 * width,), (width, width), (width,)]
+    perceptron: Shapes = [(width, 4 * width), (4 * width,), (4 * width, width), (width,)]
+    return [(vocabulary, width), *(2 * norm + attention + perceptron) * layers, *norm]
+
+
+MIXED: Shapes = [*[(256, 256)] * 8, *[(256, 512)] * 4, *[(512, 256)] * 4]
+SMALL: Shapes = [(64, 8)] * 16
+CASES: dict[str, tuple[str, Shapes]] = {
+    "a": ("multiples of 256", MIXED),
+    "b": ("transformer of width 192", transformer(192, 3, 1280)),
+    "c": ("16 of 64×8", SMALL),
+    "d": ("transformer of width 320", transformer(320, 1, 1024)),
+}
+
+
+class Contestant:
+    """An optax transformation, compiled, with parameters and gradients of its own."""
+
+    def __init__(self, optimizer: Any, shapes: Shapes, steps: int) -> None:
+        import jax
+        import optax
+
+        keys = jax.random.split(jax.random.key(0), 2 * len(shapes))
+        draws = [jax.random.normal(key, shape) for key, shape in zip(keys, 2 * shapes, strict=True)]
+        self.params, grads = draws[: len(shapes)], draws[len(shapes) :]
+        self.state = optimizer.init(self.params)
+        self.steps = steps
+
+        def step(params: Any, state: Any, grads: Any) -> Any:
+            updates, state = optimizer.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        start = time.perf_counter()
+        lowered = jax.jit(step, donate_argnums=(0, 1)).lower(self.params, self.state, grads)
+        self.compiled = lowered.compile()
+        self.compile = time.perf_counter() - start
+        self.bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self.state))
+        self.grads, self.wait = grads, jax.block_until_ready
+
+    def turn(self) -> None:
+        for _ in range(self.steps):
+            self.params, self.state = self.compiled(self.params, self.state, self.grads)
+        self.wait(self.params)
+
+
+def jax_section(cases: list[str], methods: list[str], rounds: int) -> None:
+    try:
+        import jax
+        from eformer.optimizers._tx import white_kron as eformer  # type: ignore[import-not-found]
+
+        import isokron.jax
+    except ImportError as error:
+        print(f"jax is left out: {error}")
+        return
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "eformer")]
+    print(f"{machine()}, {', '.join(versions)}, {jax.default_backend()}")
+    for case in cases:
+        name, shapes = CASES[case]
+        for method in methods:
+            peer, own = getattr(eformer, method), getattr(isokron.jax, method)
+            contestants = {
+                "eformer": Contestant(peer(), shapes, 1),
+                "eformer, float32": Contestant(peer(dtype="float32"), shapes, 1),
+                "isokron": Contestant(own(), shapes, 1),
+                'isokron, apply="old"': Contestant(own(apply="old"), shapes, 1),
+                "isokron, every=10": Contestant(own(every=10), shapes, 10),
+            }
+            took = interleaved({key: each.turn for key, each in contestants.items()}, rounds, 3)
+            print(f"\n{method}, {name}, {sum(map(math.prod, shapes)) / 1e6:.2f}M parameters")
+            print(
+                f"{'':22}{'ms':>9}{'ratio':>7}{'compile s':>11}{'ratio':>7}{'MiB':>9}{'ratio':>7}"
+            )
+            first = contestants["eformer"]
+            for key, each in contestants.items():
+                step = took[key] / each.steps
+                print(
+                    f"{key:22}{1e3 * step:9.2f}{step / took['eformer']:7.2f}"
+                    f"{each.compile:11.2f}{each.compile / first.compile:7.2f}"
+                    f"{each.bytes / 2**20:9.2f}{each.bytes / first.bytes:7.2f}"
+                )
+
+
+SECTIONS: dict[str, Callable[[list[str], list[str], int], None]] = {"jax": jax_section}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", choices=SECTIONS, help="one section (default: all)")
+    parser.add_argument("--case", default="a,b,c,d", help="sets of shapes (default: all)")
+    parser.add_argument("--method", default="quad,skew")
+    parser.add_argument("--rounds", type=int, default=15, help="timed turns a contestant")
+    arguments = parser.parse_args()
+    for name, section in SECTIONS.items():
+        if arguments.only in (None, name):
+            section(arguments.case.split(","), arguments.method.split(","), arguments.rounds)
+
+
+if __name__ == "__main__":
+    main()
