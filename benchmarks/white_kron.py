@@ -1,16 +1,20 @@
 """Quad and Skew against their peers: time of a step, time to compile it, bytes of state.
 
-    python benchmarks/white_kron.py [--only jax] [--case a,b,c,d] [--method quad,skew] [--rounds 15]
+    python benchmarks/white_kron.py [--only jax|torch] [--case a,b] [--method quad] [--rounds 15]
 
 jax: against eformer's, at its own settings (state and work in bfloat16) and in float32. A step is
 jitted, with parameters and state donated, and changes the parameters. Contestants take turns; times
 are medians, "compile" is what comes before the first step. With every=10 a turn is ten steps, of
 which one learns. Ratios are to eformer at its own settings.
+torch: against the PSGD of heavyball and of kron-torch, updating their factors as often. Both have
+one factor a dimension however long it is; so has "whole", and else blocks are of 256.
 A section whose peer is not installed says so and is left out.
 """
 
 import argparse
+import functools
 import importlib.metadata
+import itertools
 import math
 import time
 from collections.abc import Callable
@@ -108,7 +112,62 @@ def jax_section(cases: list[str], methods: list[str], rounds: int) -> None:
                 )
 
 
-SECTIONS: dict[str, Callable[[list[str], list[str], int], None]] = {"jax": jax_section}
+def torch_section(cases: list[str], methods: list[str], rounds: int) -> None:
+    try:
+        import heavyball  # type: ignore[import-not-found]
+        import kron_torch  # type: ignore[import-not-found]
+        import torch
+        from timing import conditions
+    except ImportError as error:
+        print(f"torch is left out: {error}")
+        return
+    import isokron
+
+    heavyball.utils.compile_mode = "default"  # without trying out kernels, which takes minutes
+    torch._dynamo.config.recompile_limit = 64  # for kron-torch, which compiles shape by shape
+    peers = {
+        "heavyball": lambda params, every: heavyball.PSGDKron(
+            params, preconditioner_update_probability=1 / every
+        ),
+        "kron-torch": lambda params, every: kron_torch.Kron(
+            params, preconditioner_update_probability=1 / every
+        ),
+    }
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in peers]
+    print(f"{conditions()}, {', '.join(versions)}")
+
+    def turn(optimizer: torch.optim.Optimizer, grads: list[torch.Tensor], steps: int) -> None:
+        for _ in range(steps):
+            for param, grad in zip(optimizer.param_groups[0]["params"], grads, strict=True):
+                param.grad = grad.clone()  # the peers write into it
+            optimizer.step()
+
+    for case, every in itertools.product(cases, (1, 10)):
+        name, shapes = CASES[case]
+        makers: dict[str, Callable[..., torch.optim.Optimizer]] = dict(peers)
+        for method in methods:
+            own = getattr(isokron, method.title())
+            makers[method] = own
+            makers[f'{method}, apply="old"'] = functools.partial(own, apply="old")
+            makers[f"{method}, whole"] = functools.partial(own, block_size=8192)
+        generator = torch.Generator().manual_seed(0)
+        grads = [1e-3 * torch.randn(shape, generator=generator) for shape in shapes]
+        contestants = {}
+        for key, make in makers.items():
+            weights = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
+            contestants[key] = functools.partial(turn, make(weights, every=every), grads, every)
+        took = interleaved(contestants, rounds, 2)
+        print(f"\n{name}, {sum(map(math.prod, shapes)) / 1e6:.2f}M parameters, every={every}")
+        print(f"{'':22}{'ms':>9}{'to heavyball':>14}{'to kron-torch':>15}")
+        for key, seconds in took.items():
+            ratios = [seconds / took[peer] for peer in peers]
+            print(f"{key:22}{1e3 * seconds / every:9.2f}{ratios[0]:14.2f}{ratios[1]:15.2f}")
+
+
+SECTIONS: dict[str, Callable[[list[str], list[str], int], None]] = {
+    "jax": jax_section,
+    "torch": torch_section,
+}
 
 
 def main() -> None:

@@ -34,10 +34,14 @@ def procrustes(factor: Tensor, probes: Tensor) -> Tensor:
     skew /= torch.where(top > 0, top, 1)[:, None, None]
     turned = skew @ factor
     # tr(RX) = Σ Rᵢⱼ Xⱼᵢ and Rᵢⱼ = −Rⱼᵢ
-    slope = -(skew * factor).sum((1, 2))
-    bend = -(skew * turned).sum((1, 2))
+    slope, bend = -_dot(skew, factor), -_dot(skew, turned)
     norm = norm_bound(skew, torch.ones_like(top), probes)
     angle = 1 / (8 * torch.where(norm > 0, norm, 1))
     angle = torch.where(bend < 0, angle.minimum(slope / torch.where(bend < 0, -bend, 1)), angle)
     angle = torch.where(slope > 0, angle, 0)[:, None, None]
-    return factor + angle * turned.baddbmm(skew * (angle / 2), turned)
+    return factor.addcmul(turned, angle).addcmul_(skew @ turned, angle.square() / 2)
+
+
+def _dot(one: Tensor, other: Tensor) -> Tensor:
+    """Σ XᵢⱼYᵢⱼ, without the product in between. [B, n, n] → [B]"""
+    return (one.flatten(1).unsqueeze(1) @ other.flatten(1).unsqueeze(2)).flatten()

@@ -1,13 +1,15 @@
 """What Quad and Skew share: momentum made white by factors that learn from it as they go."""
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from itertools import product
 from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from isokron.operators import Dense, Diagonal, Factor, Kron
 from isokron.optim.blocks import Batch, Block, Row, cut_blocks
 from isokron.optim.clipping import clip_by_layer_, layer_norms
 from isokron.optim.engine import Params, Preconditioned
@@ -40,6 +42,10 @@ from isokron.white_kron import (
 
 DTYPES = (None, torch.bfloat16, torch.float32, torch.float64)
 CHOICES = {"lr_style": ("adam", None), "apply": ("new", "old"), "dtype": DTYPES}
+
+
+# Q → its version when it was multiplied out, and QᵀQ
+Products = MutableMapping[Tensor, tuple[int, Factor]]
 
 
 class WhiteKron(Preconditioned):
@@ -79,6 +85,7 @@ class WhiteKron(Preconditioned):
         betas: tuple[float, float] = (0.9, 0.99),
         **shared: Unpack[Shared],
     ) -> None:
+        self._products: Products = WeakTensorKeyDictionary()
         super().__init__(
             params,
             lr,
@@ -101,6 +108,10 @@ class WhiteKron(Preconditioned):
             betas=betas,
             **{"vectors": True, **shared},
         )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._products = WeakTensorKeyDictionary()
+        super().__setstate__(state)
 
     def move_dense(self, factor: Tensor, pull: Pull, probes: Tensor) -> Tensor:
         """A dense factor after one step. [B, n, n]"""
@@ -187,7 +198,7 @@ class WhiteKron(Preconditioned):
             state["moment"].copy_(mean)  # the bias is taken off what is not rounded yet
         state["seen"] = seen
         if group["apply"] == "old":
-            state["white"] = whiten(seen, _worked(state).factors, self.symmetric)
+            state["white"] = self._white(state, group)
 
     def refresh(self, state: dict[str, Tensor], group: Mapping[str, Any]) -> dict[str, Tensor]:
         sides, seen = _worked(state), state["seen"]
@@ -213,9 +224,27 @@ class WhiteKron(Preconditioned):
         }
 
     def direction(self, grad: Tensor, state: dict[str, Tensor], group: Mapping[str, Any]) -> Tensor:
-        if group["apply"] == "old":
-            return state["white"]
-        return whiten(state["seen"], _worked(state).factors, self.symmetric)
+        return state["white"] if group["apply"] == "old" else self._white(state, group)
+
+    def _white(self, state: dict[str, Tensor], group: Mapping[str, Any]) -> Tensor:
+        """P μ̂. Factors that stay for some steps are multiplied out, which halves the products."""
+        sides = _worked(state)
+        if group["every"] == 1:
+            return whiten(state["seen"], sides.factors, self.symmetric)
+        return Kron(self._operators(state, sides.factors)).apply(state["seen"])
+
+    def _operators(self, state: dict[str, Tensor], worked: list[Tensor]) -> tuple[Factor, ...]:
+        """QᵀQ of every side, kept for as long as Q is what it was."""
+        operators: list[Factor] = []
+        for i, factor in enumerate(worked):
+            stored = state[f"factor.{i}"]
+            version, operator = self._products.get(stored, (-1, None))
+            if operator is None or version != stored._version:
+                diagonal = factor.ndim == 2
+                operator = Diagonal(factor.square()) if diagonal else Dense(factor.mT @ factor)
+                self._products[stored] = stored._version, operator
+            operators.append(operator)
+        return tuple(operators)
 
     def settle_(self, updates: Sequence[Update], group: Mapping[str, Any]) -> None:
         if group["route"] != "spectral":
