@@ -33,7 +33,7 @@ def race(
     optimizers: Annotated[
         str,
         typer.Option(
-            help="adamw, muon, shampoo, soap, katie, sign, or any module:name, with options in "
+            help="adamw, muon, shampoo, soap, katie, quad, skew, sign, or any module:name, options in "
             "parentheses: muon(momentum=0.9),torch.optim:SGD(momentum=0.9).",
             rich_help_panel=CONTENDERS,
         ),
