@@ -1,0 +1,258 @@
+"""A model and data become curvature: one operator a layer."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isokron.curvature import statistics
+from isokron.curvature.capture import Event, Watcher
+from isokron.curvature.curvature import Curvature, Layer
+from isokron.curvature.likelihoods import Likelihood, Loss
+from isokron.curvature.sites import Site, find_sites
+from isokron.curvature.statistics import Sums, Uses, joined, mirrored, reduced
+from isokron.linalg import eigh
+
+METHODS = ("kfac", "ekfac", "tkfac", "shampoo")
+FISHERS = ("empirical", "sampled", "exact")
+SHARINGS = ("expand", "reduce")
+KEPT = 2**26  # bytes of inputs and gradients that are kept for a second look, to save a second pass
+
+Fold = Callable[[Site, Uses], None]
+
+
+def fit(
+    model: nn.Module,
+    batches: Iterable[Any],
+    loss: Loss | Likelihood,
+    method: str = "kfac",
+    *,
+    fisher: str = "empirical",
+    sharing: str = "expand",
+    layers: Iterable[str] | str | None = None,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    strict: bool = False,
+    batch_dim: int = 0,
+) -> Curvature:
+    """The Fisher of a model's layers, F ≈ Σ ∇∇ᵀ / M over examples, M the terms of the loss.
+
+    `loss(model, batch)`: one loss a term, of any shape, or these and weights of 0 for terms that do
+    not count. `fisher`: gradients of the data's labels ("empirical"), of labels drawn from the model
+    ("sampled", by `seed`), or of all labels ("exact", as many backward passes as outputs); the last
+    two need a likelihood, such as isokron.curvature.CrossEntropy. `sharing`: positions that share a
+    weight count one by one ("expand") or are taken together ("reduce"). `layers`: patterns of names.
+    `batch_dim`: the dimension of inputs that counts examples. The model is used as it stands: call
+    model.eval() before, if dropout is to be off. EK-FAC goes over the data twice.
+    """
+    _check(method=(method, METHODS), fisher=(fisher, FISHERS), sharing=(sharing, SHARINGS))
+    if fisher != "empirical" and not isinstance(loss, Likelihood):
+        raise ValueError(
+            f"fisher={fisher!r} needs a loss that knows its distribution, got {loss!r}; give "
+            "CrossEntropy(), SquaredError(), BinaryCrossEntropy() or a Likelihood of your own"
+        )
+    if method == "ekfac" and iter(batches) is batches:
+        raise ValueError(
+            "batches must be something to go over twice for method='ekfac', such as a list or a "
+            f"DataLoader, got {type(batches).__name__}"
+        )
+    sites = find_sites(model, layers, strict)
+    sums = {site.name: Sums() for site in sites}
+    kept: list[tuple[Site, Uses]] | None = [] if method == "ekfac" else None
+    size = 0
+
+    def first(site: Site, uses: Uses) -> None:
+        nonlocal kept, size
+        own = sums[site.name]
+        uses = reduced(uses) if sharing == "reduce" else uses
+        if uses.kind == "diagonal":
+            statistics.diagonal_(own, uses, list(site.layout.params))
+        elif method in ("kfac", "ekfac"):
+            statistics.covariances_(own, uses, site.columns)
+        elif method == "tkfac":
+            statistics.traced_(own, uses, site.columns)
+        else:
+            statistics.gradients_(own, uses, site.columns)
+        if kept is not None and uses.kind != "diagonal":
+            size += uses.inputs.nbytes + uses.grads.nbytes
+            kept = [*kept, (site, uses)] if size <= KEPT else None
+
+    go = _Pass(model, batches, loss, fisher, dtype, seed, sites, batch_dim)
+    terms = go.over(first)
+    found = {site.name: _finished(site, sums[site.name], method, terms) for site in sites}
+    if method == "ekfac":
+        bases = {s.name: _bases(found[s.name]) for s in sites if s.view.kind != "diagonal"}
+        second = {name: Sums() for name in bases}
+
+        def correct(site: Site, uses: Uses) -> None:
+            if site.name in bases:
+                uses = reduced(uses) if sharing == "reduce" else uses
+                pair = bases[site.name]
+                statistics.eigenvalues_(second[site.name], uses, pair, site.columns)
+
+        if kept is None:
+            go.over(correct)
+        else:
+            for site, uses in kept:
+                correct(site, uses)
+        for name, pair in bases.items():
+            found[name].update(_eigen(second[name], pair, terms))
+    records = [Layer(s.name, method, s.view.kind, s.layout, found[s.name]) for s in sites]
+    return Curvature(records)
+
+
+class _Pass:
+    """Passes over the data, the same each time: drawn labels included."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Iterable[Any],
+        loss: Loss | Likelihood,
+        fisher: str,
+        dtype: torch.dtype,
+        seed: int,
+        sites: list[Site],
+        batch_dim: int,
+    ) -> None:
+        self.model, self.batches, self.loss, self.fisher = model, batches, loss, fisher
+        self.dtype, self.seed, self.sites, self.batch_dim = dtype, seed, sites, batch_dim
+        self.counted: Tensor | None = None
+        self.waiting: dict[str, list[Event]] = {}
+
+    def over(self, fold: Fold) -> float:
+        """Give every layer's uses in every batch to `fold`; how many loss terms there were."""
+        generator = torch.Generator().manual_seed(self.seed)
+        terms, seen = 0.0, set[str]()
+
+        def sink(event: Event) -> None:
+            name = event.site.name
+            seen.add(name)
+            events = self.waiting.setdefault(name, [])
+            events.append(event)
+            if len(events) >= watcher.calls[name]:
+                fold(event.site, joined(self.waiting.pop(name), self.dtype, self.counted))
+
+        watcher = Watcher(self.sites, sink, self.batch_dim)
+        with _frozen(self.model), torch.enable_grad():
+            for batch in self.batches:
+                watcher.calls.clear()
+                with watcher:
+                    terms += self._batch(batch, generator)
+                # uses whose gradient never came: what was computed twice, or led nowhere
+                for events in self.waiting.values():
+                    fold(events[0].site, joined(events, self.dtype, self.counted))
+                self.waiting.clear()
+        if terms == 0:
+            raise ValueError("batches must hold at least one loss term that counts, got none")
+        missing = [site.name for site in self.sites if site.name not in seen]
+        if missing:
+            raise ValueError(
+                f"no gradient ever came to {', '.join(missing)}; name in `layers` only layers that "
+                "the loss uses"
+            )
+        return terms
+
+    def _batch(self, batch: Any, generator: torch.Generator) -> float:
+        if self.fisher == "empirical":
+            terms, weights = _terms(self.loss(self.model, batch))
+            self.counted = weights > 0
+            _backward((terms * weights.sqrt()).sum())
+            return float(weights.sum())
+        loss = self.loss
+        assert isinstance(loss, Likelihood)
+        outputs, targets = loss.forward(self.model, batch)
+        weights = loss.weights(targets)
+        self.counted = weights > 0
+        fixed = outputs.detach()
+        if self.fisher == "sampled":
+            uniform = torch.rand(loss.drawn(fixed), generator=generator, dtype=torch.float64)
+            drawn = loss.draw(fixed, uniform.to(fixed.device))
+            _backward((loss.terms(outputs, drawn) * weights.sqrt()).sum())
+        else:
+            for root in loss.roots(fixed):
+                scaled = root * weights.sqrt().to(root.dtype).unsqueeze(-1)
+                _backward((outputs * scaled).sum(), again=True)
+        return float(weights.sum())
+
+
+def _terms(result: Any) -> tuple[Tensor, Tensor]:
+    """Losses and weights, of what a user's loss has returned."""
+    terms, weights = result if isinstance(result, tuple) else (result, None)
+    if not isinstance(terms, Tensor) or terms.ndim == 0:
+        raise ValueError(
+            "loss must return one loss a term, a tensor of at least one dimension, got "
+            f"{'a scalar' if isinstance(terms, Tensor) else type(terms).__name__}; use "
+            "reduction='none', so that the number of terms is known"
+        )
+    if weights is None:
+        return terms, torch.ones_like(terms, requires_grad=False)
+    if weights.shape != terms.shape:
+        raise ValueError(
+            f"loss must return weights in the shape of its terms {tuple(terms.shape)}, got "
+            f"{tuple(weights.shape)}"
+        )
+    return terms, weights.to(terms.dtype)
+
+
+def _backward(total: Tensor, again: bool = False) -> None:
+    if not total.requires_grad:
+        raise ValueError(
+            "the loss does not depend on any of the layers observed; name in `layers` those that "
+            "it uses"
+        )
+    total.backward(retain_graph=again)
+
+
+@contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """No gradient of a parameter is computed: outputs of layers are all that is asked for."""
+    learned = [param for param in model.parameters() if param.requires_grad]
+    for param in learned:
+        param.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for param in learned:
+            param.requires_grad_(True)
+
+
+def _finished(site: Site, sums: Sums, method: str, terms: float) -> dict[str, Tensor]:
+    """Sums made means: by the positions for inputs of K-FAC, by the terms for all others."""
+    found = mirrored(sums)
+    places = found.pop("places", None)
+    for name, value in found.items():
+        by = float(places) if name == "input" and places is not None else terms
+        found[name] = value / by
+        if not bool(found[name].isfinite().all()):
+            raise FloatingPointError(
+                f"layer {site.name!r}: {name} statistics are not finite; look for NaN or Inf in the "
+                "data, or for losses that overflow in half precision"
+            )
+    return found
+
+
+def _bases(found: dict[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
+    """Eigenbases of both sides; None for inputs that are numbers of columns."""
+    left = eigh(found["output"])[1]
+    return left, eigh(found["input"])[1] if found["input"].ndim == 3 else None
+
+
+def _eigen(
+    sums: Sums, bases: tuple[Tensor | None, Tensor | None], terms: float
+) -> dict[str, Tensor]:
+    by_column = "columns" in sums
+    values = sums["columns"].mT.contiguous() if by_column else sums["eigenvalues"]
+    names = ("basis.output", "basis.input")
+    return {
+        "eigenvalues": values / terms,
+        **{name: basis for name, basis in zip(names, bases, strict=True) if basis is not None},
+    }
+
+
+def _check(**given: tuple[str, tuple[str, ...]]) -> None:
+    for name, (value, choices) in given.items():
+        if value not in choices:
+            raise ValueError(f"{name} must be one of {choices}, got {value!r}")

@@ -1,0 +1,151 @@
+"""What a loss says of a model's outputs: its terms, labels drawn from it, roots of its Hessian.
+
+A term is one loss of one prediction: terms have the shape of the outputs without their last
+dimension. Whatever of them is masked has weight 0.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+Forward = Callable[[nn.Module, Any], tuple[Tensor, Tensor]]
+# (terms) or (terms, weights), of any one shape
+Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor]]
+
+
+def of_pair(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    """Outputs and targets of a batch (inputs, targets)."""
+    inputs, targets = batch
+    return model(inputs), targets
+
+
+@runtime_checkable
+class Likelihood(Protocol):
+    """A loss −log p(target | outputs), up to a constant, of which labels can be drawn."""
+
+    forward: Forward
+
+    def weights(self, targets: Tensor) -> Tensor:
+        """1 for terms that count, 0 for those that do not."""
+        ...
+
+    def terms(self, outputs: Tensor, targets: Tensor) -> Tensor: ...
+
+    def draw(self, outputs: Tensor, uniform: Tensor) -> Tensor:
+        """Targets from p(· | outputs), made of uniform numbers in the shape `drawn` says."""
+        ...
+
+    def drawn(self, outputs: Tensor) -> torch.Size:
+        """The shape of the uniform numbers that targets are drawn with."""
+        ...
+
+    def roots(self, outputs: Tensor) -> Iterator[Tensor]:
+        """Vectors r, in the shape of outputs, with Σ rrᵀ the Hessian of each term."""
+        ...
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """−log softmax(outputs)[target], classes in the last dimension. Targets: integers."""
+
+    forward: Forward = of_pair
+    ignore_index: int = -100
+
+    def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        return _called(self, model, batch)
+
+    def weights(self, targets: Tensor) -> Tensor:
+        return (targets != self.ignore_index).float()
+
+    def terms(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        flat = outputs.flatten(0, -2).float()
+        losses = functional.cross_entropy(
+            flat, targets.flatten(), ignore_index=self.ignore_index, reduction="none"
+        )
+        return losses.view(targets.shape)
+
+    def drawn(self, outputs: Tensor) -> torch.Size:
+        return outputs.shape[:-1]
+
+    def draw(self, outputs: Tensor, uniform: Tensor) -> Tensor:
+        below = outputs.double().softmax(-1).cumsum(-1)
+        last = outputs.size(-1) - 1
+        return torch.searchsorted(below, uniform.unsqueeze(-1)).squeeze(-1).clamp_max(last)
+
+    def roots(self, outputs: Tensor) -> Iterator[Tensor]:
+        """diag(p) − ppᵀ = Σ_c r rᵀ, r = √p_c (e_c − p)."""
+        p = outputs.float().softmax(-1)
+        for c in range(outputs.size(-1)):
+            root = -p
+            root[..., c] += 1
+            yield (root * p[..., c : c + 1].sqrt()).to(outputs.dtype)
+
+
+@dataclass(frozen=True)
+class SquaredError:
+    """‖outputs − target‖², summed over the last dimension: a Gaussian of variance ½."""
+
+    forward: Forward = of_pair
+
+    def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        return _called(self, model, batch)
+
+    def weights(self, targets: Tensor) -> Tensor:
+        return torch.ones(targets.shape[:-1], device=targets.device)
+
+    def terms(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs - targets).square().sum(-1)
+
+    def drawn(self, outputs: Tensor) -> torch.Size:
+        return outputs.shape
+
+    def draw(self, outputs: Tensor, uniform: Tensor) -> Tensor:
+        # erfinv of a uniform number in (−1, 1) is a normal of variance ½
+        inside = (2 * uniform - 1).clamp(-1 + 1e-15, 1 - 1e-15)
+        return outputs + torch.erfinv(inside).to(outputs.dtype)
+
+    def roots(self, outputs: Tensor) -> Iterator[Tensor]:
+        for c in range(outputs.size(-1)):
+            root = torch.zeros_like(outputs)
+            root[..., c] = math.sqrt(2)
+            yield root
+
+
+@dataclass(frozen=True)
+class BinaryCrossEntropy:
+    """−Σ [t log σ(y) + (1 − t) log(1 − σ(y))] over the last dimension."""
+
+    forward: Forward = of_pair
+
+    def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        return _called(self, model, batch)
+
+    def weights(self, targets: Tensor) -> Tensor:
+        return torch.ones(targets.shape[:-1], device=targets.device)
+
+    def terms(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        losses = functional.binary_cross_entropy_with_logits(outputs, targets, reduction="none")
+        return losses.sum(-1)
+
+    def drawn(self, outputs: Tensor) -> torch.Size:
+        return outputs.shape
+
+    def draw(self, outputs: Tensor, uniform: Tensor) -> Tensor:
+        return (uniform < outputs.sigmoid()).to(outputs.dtype)
+
+    def roots(self, outputs: Tensor) -> Iterator[Tensor]:
+        p = outputs.sigmoid()
+        for c in range(outputs.size(-1)):
+            root = torch.zeros_like(outputs)
+            root[..., c] = (p[..., c] * (1 - p[..., c])).sqrt()
+            yield root
+
+
+def _called(likelihood: Likelihood, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    outputs, targets = likelihood.forward(model, batch)
+    return likelihood.terms(outputs, targets), likelihood.weights(targets)

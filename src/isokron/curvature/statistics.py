@@ -1,0 +1,188 @@
+"""Events folded into statistics: what K-FAC, EK-FAC, TKFAC and Shampoo keep of a layer.
+
+With ā = [a; 1] where there is a bias and g̃ the gradient of a loss term, M the terms, P the uses:
+
+    K-FAC     A = Σ āāᵀ/P,  G = Σ g̃g̃ᵀ/M               F ≈ G ⊗ A
+    TKFAC     A = Σ |g̃|²āāᵀ/M,  G = Σ |ā|²g̃g̃ᵀ/M        F ≈ G ⊗ A / tr A
+    Shampoo   L = Σ ∇∇ᵀ/M,  R = Σ ∇ᵀ∇/M, ∇ of an example  F ≈ L ⊗ R / tr R
+    EK-FAC    Λ = Σ (Q_Gᵀ∇Q_A)^{⊙2}/M in K-FAC's bases
+
+Martens & Grosse 1503.05671, George et al. 1806.03884, Gao et al. 2011.10741, Gupta et al.
+1802.09568, Morwani et al. 2406.17748; shared weights: Eschenhagen et al. 2311.00636.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from isokron.curvature.capture import Event
+from isokron.linalg import gram_, mirror_
+
+CHUNK = 2**20  # entries of per-example gradients held at a time, which stay in a cache
+
+
+@dataclass(frozen=True)
+class Uses:
+    """All uses of one weight in a batch, ones for the bias included.
+
+    inputs: [B, N, S, i], or numbers of columns [B, N, S] where `kind` is "index"; grads:
+    [B, N, S, o]. `counted`: [N, S], False where no loss is taken, or None.
+    """
+
+    inputs: Tensor
+    grads: Tensor
+    kind: str
+    counted: Tensor | None = None
+
+    def places(self) -> tuple[Tensor, Tensor]:
+        """Inputs and gradients of the positions that count: [B, P, i] or [B, P], [B, P, o]."""
+        inputs, grads = self.inputs.flatten(1, 2), self.grads.flatten(1, 2)
+        if self.counted is None:
+            return inputs, grads
+        where = self.counted.flatten()
+        return inputs[:, where], grads[:, where]
+
+
+def joined(events: Sequence[Event], dtype: torch.dtype, counted: Tensor | None) -> Uses:
+    """The uses of one weight side by side, as if they were positions of one."""
+    view = events[0].site.view
+    inputs = torch.cat([event.inputs for event in events], 2) if len(events) > 1 else None
+    grads = torch.cat([event.grads for event in events], 2) if len(events) > 1 else None
+    inputs = events[0].inputs if inputs is None else inputs
+    grads = (events[0].grads if grads is None else grads).to(dtype)
+    if view.kind != "index":
+        inputs = inputs.to(dtype)
+    if view.kind == "dense" and events[0].site.layout.bias:
+        inputs = torch.cat([inputs, inputs.new_ones(*inputs.shape[:-1], 1)], -1)
+    fits = counted is not None and counted.shape == grads.shape[1:3] and not bool(counted.all())
+    return Uses(inputs, grads, view.kind, counted if fits else None)
+
+
+def reduced(uses: Uses) -> Uses:
+    """One position an example: inputs averaged, gradients summed (2311.00636)."""
+    if uses.kind != "dense" or uses.grads.size(2) == 1:
+        return uses
+    inputs = uses.inputs
+    if uses.counted is not None:
+        weight = uses.counted.to(inputs.dtype)[:, :, None]
+        mean = (inputs * weight).sum(2, keepdim=True) / weight.sum(1)[:, None].clamp_min(1)
+    else:
+        mean = inputs.mean(2, keepdim=True)
+    return Uses(mean, uses.grads.sum(2, keepdim=True), uses.kind)
+
+
+class Sums(dict[str, Tensor]):
+    """Named sums that begin with the first thing added."""
+
+    def into(self, name: str, like: Tensor) -> Tensor:
+        """The sum under this name, zeros in the shape of `like` if there is none."""
+        return self.setdefault(name, torch.zeros_like(like))
+
+    def gram(self, name: str, rows: Tensor) -> None:
+        """Add XᵀX, its lower half: `finished` mirrors it. [B, n, d]"""
+        blocks, _, size = rows.shape
+        if name not in self:
+            self[name] = rows.new_zeros(blocks, size, size)
+        gram_(self[name], rows.mT, 1.0, 1.0)
+
+    def count(self, name: str, columns: Tensor, values: Tensor, size: int) -> None:
+        """Add values to the columns they belong to. [B, P], [B, P, ...] → [B, size, ...]"""
+        if name not in self:
+            self[name] = values.new_zeros(len(values), size, *values.shape[2:])
+        for total, column, value in zip(self[name], columns, values, strict=True):
+            known = column >= 0
+            total.index_add_(0, column[known], value[known])
+
+
+def covariances_(sums: Sums, uses: Uses, columns: int) -> None:
+    """K-FAC: Σ āāᵀ and Σ g̃g̃ᵀ, and how many positions there were."""
+    inputs, grads = uses.places()
+    sums.gram("output", grads)
+    if uses.kind == "index":
+        sums.count("input", inputs, torch.ones_like(grads[..., 0]), columns)
+    else:
+        sums.gram("input", inputs)
+    total = sums.into("places", grads.new_zeros((), dtype=torch.float64))
+    total += grads.size(1)
+
+
+def traced_(sums: Sums, uses: Uses, columns: int) -> None:
+    """TKFAC: Σ |g̃|²āāᵀ and Σ |ā|²g̃g̃ᵀ, position by position."""
+    inputs, grads = uses.places()
+    length = torch.linalg.vector_norm(grads, dim=2, keepdim=True)
+    if uses.kind == "index":
+        sums.count("input", inputs, length[..., 0].square(), columns)
+        sums.gram("output", grads)
+    else:
+        sums.gram("input", inputs * length)
+        sums.gram("output", grads * torch.linalg.vector_norm(inputs, dim=2, keepdim=True))
+
+
+def gradients_(sums: Sums, uses: Uses, columns: int) -> None:
+    """Shampoo: Σ ∇∇ᵀ and Σ ∇ᵀ∇ of the gradients of examples."""
+    if uses.kind == "index":
+        column, rows = by_column(uses)
+        sums.gram("output", rows[None])
+        sums.count("input", column[None], rows.square().sum(1)[None], columns)
+        return
+    if uses.grads.size(2) == 1:
+        traced_(sums, Uses(uses.inputs, uses.grads, uses.kind), columns)
+        return
+    for part in example_gradients(uses.inputs, uses.grads):  # [B, n, o, i]
+        sums.gram("output", part.mT.flatten(1, 2))
+        sums.gram("input", part.flatten(1, 2))
+
+
+def eigenvalues_(sums: Sums, uses: Uses, bases: Sequence[Tensor | None], columns: int) -> None:
+    """EK-FAC: Σ (Q_Gᵀ∇Q_A)^{⊙2}. bases: Q_G, and Q_A or None for I."""
+    left, right = bases
+    grads = uses.grads if left is None else uses.grads @ left[:, None]
+    if uses.kind == "index":
+        column, rows = by_column(Uses(uses.inputs, grads, uses.kind))
+        sums.count("columns", column[None], rows.square()[None], columns)  # [1, columns, o]
+        return
+    inputs = uses.inputs if right is None else uses.inputs @ right[:, None]
+    blocks, _, places, outputs = grads.shape
+    total = sums.into("eigenvalues", inputs.new_zeros(blocks, outputs, inputs.size(3)))
+    if places == 1:  # never a gradient of one example
+        total += grads[:, :, 0].square().mT @ inputs[:, :, 0].square()
+        return
+    for part in example_gradients(inputs, grads):
+        total += part.square_().sum(1)
+
+
+def diagonal_(sums: Sums, uses: Uses, rows: Sequence[str]) -> None:
+    """Squares of the gradients of examples, of weights that have one input and output each."""
+    of = {"weight": (uses.grads * uses.inputs).sum(2), "bias": uses.grads.sum(2)}  # [1, N, d]
+    squares = torch.stack([of[row].square().sum(1) for row in rows], 1)  # [1, rows, d]
+    total = sums.into("eigenvalues", squares)
+    total += squares
+
+
+def example_gradients(inputs: Tensor, grads: Tensor) -> Iterator[Tensor]:
+    """∇ = Σ_s g̃āᵀ of some examples at a time. [B, N, S, i], [B, N, S, o] → [B, n, o, i]"""
+    size = inputs.size(0) * inputs.size(3) * grads.size(3)
+    some = max(1, CHUNK // size)
+    for g, a in zip(grads.split(some, 1), inputs.split(some, 1), strict=True):
+        yield g.mT @ a
+
+
+def by_column(uses: Uses) -> tuple[Tensor, Tensor]:
+    """Gradients summed over equal columns within an example: the columns [R], and rows [R, o]."""
+    numbers = uses.inputs[0]  # [N, S]
+    example = torch.arange(len(numbers), device=numbers.device)[:, None]
+    span = int(numbers.max()) + 2
+    keys, where = (example * span + numbers + 1).flatten().unique(return_inverse=True)
+    grads = uses.grads[0].flatten(0, 1)
+    rows = grads.new_zeros(len(keys), grads.size(1)).index_add_(0, where, grads)
+    return keys % span - 1, rows
+
+
+def mirrored(sums: Sums) -> dict[str, Tensor]:
+    """The sums, with both halves of those that are square."""
+    return {
+        name: mirror_(value) if value.ndim == 3 and name in ("input", "output") else value
+        for name, value in sums.items()
+    }
