@@ -29,17 +29,17 @@ def procrustes(factor: Tensor, probes: Tensor) -> Tensor:
 
     a = (1/8)/‖R‖, and no more than −tr(RQ)/tr(RRQ), where the trace of Q is largest. [B, n, n]
     """
-    skew = factor.mT - factor
-    top = skew.abs().amax((1, 2))
-    skew /= torch.where(top > 0, top, 1)[:, None, None]
-    turned = skew @ factor
+    back = factor - factor.mT  # −R, whose rows are in memory as those of Q are
+    top = back.abs().amax((1, 2))
+    back /= torch.where(top > 0, top, 1)[:, None, None]
+    turned = back @ factor
     # tr(RX) = Σ Rᵢⱼ Xⱼᵢ and Rᵢⱼ = −Rⱼᵢ
-    slope, bend = -_dot(skew, factor), -_dot(skew, turned)
-    norm = norm_bound(skew, torch.ones_like(top), probes)
+    slope, bend = _dot(back, factor), -_dot(back, turned)
+    norm = norm_bound(back, torch.ones_like(top), -probes)  # from where R and probes would lead
     angle = 1 / (8 * torch.where(norm > 0, norm, 1))
     angle = torch.where(bend < 0, angle.minimum(slope / torch.where(bend < 0, -bend, 1)), angle)
     angle = torch.where(slope > 0, angle, 0)[:, None, None]
-    return factor.addcmul(turned, angle).addcmul_(skew @ turned, angle.square() / 2)
+    return factor.addcmul(turned, -angle).addcmul_(back @ turned, angle.square() / 2)
 
 
 def _dot(one: Tensor, other: Tensor) -> Tensor:
