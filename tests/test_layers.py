@@ -15,11 +15,12 @@ ALLOWED = {
     "kernels": set(),
     "linalg": {"kernels"},
     "operators": {"kernels", "linalg"},
-    "optim": {"kernels", "linalg", "operators"},
+    "curvature": {"kernels", "linalg", "operators"},
+    "optim": {"kernels", "linalg", "operators", "curvature"},
     "jax": set(),
     "tasks": set(),
     "race": {"optim", "tasks"},
-    "cli": {"kernels", "optim", "tasks", "race"},
+    "cli": {"kernels", "curvature", "optim", "tasks", "race"},
 }
 OPTIONAL = {"triton", "jax", "transformers", "datasets", "faiss", "matplotlib", "sklearn"}
 

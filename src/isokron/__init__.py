@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from isokron._version import __version__
 
 if TYPE_CHECKING:
-    from isokron import jax, kernels, linalg, operators, optim, race, tasks
+    from isokron import curvature, jax, kernels, linalg, operators, optim, race, tasks
     from isokron.optim import (
         SOAP,
         AdamW,
@@ -37,7 +37,7 @@ _HOMES = {
     "param_groups": "isokron.optim",
     "Task": "isokron.tasks",
 }
-_FOLDERS = ("jax", "kernels", "linalg", "operators", "optim", "race", "tasks")
+_FOLDERS = ("curvature", "jax", "kernels", "linalg", "operators", "optim", "race", "tasks")
 
 __all__ = [
     "SOAP",
@@ -51,6 +51,7 @@ __all__ = [
     "Skew",
     "Task",
     "__version__",
+    "curvature",
     "jax",
     "kernels",
     "linalg",
