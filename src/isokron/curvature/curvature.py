@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from isokron.curvature.packing import Layout, pack, put_
 from isokron.linalg import eigh
@@ -59,7 +60,7 @@ class Curvature(Mapping[str, Operator]):
         self.layers = {layer.name: layer for layer in layers}
         self._operators = dict(operators or {})
         self._spectra: dict[str, Spectrum] = {}
-        self.clipped: dict[str, int] = {}
+        self.notes: dict[str, dict[str, Any]] = {name: {} for name in self.layers}
 
     def __getitem__(self, name: str) -> Operator:
         if name not in self._operators:
@@ -93,26 +94,38 @@ class Curvature(Mapping[str, Operator]):
     ) -> "Curvature":
         """(F + λI)ᵖ, layer by layer.
 
-        `split`: λ is added to the eigenvalues of the whole ("joint"), or to both sides of a Kronecker
-        product as π√λ and √λ/π, π² = mean eigenvalue of A over that of G ("sides"). `relative`: λ is
-        a multiple of each layer's mean eigenvalue. `max_condition`: before, eigenvalues are lifted to
-        the largest over it, side by side where there are sides; `clipped` says how many.
+        `split`: λ is added to the eigenvalues of the whole ("joint"), or to both sides of a
+        Kronecker product as π√λ and √λ/π, π² = mean eigenvalue of A over that of G ("sides").
+        `relative`: λ is a multiple of each layer's mean eigenvalue. `max_condition`: before,
+        eigenvalues are lifted to the largest over it, side by side where there are sides;
+        `report` says how many.
         """
         _check_damping(damping, split, max_condition)
         made: dict[str, Operator] = {}
-        clipped: dict[str, int] = {}
+        notes: dict[str, dict[str, Any]] = {}
         for name in self:
-            values, count = self._damped(name, damping, split, relative, max_condition)
+            values, clipped = self._damped(name, damping, split, relative, max_condition)
             if p < 0 and not bool((values > 0).all()):
                 raise ValueError(
                     f"layer {name!r} is singular, its smallest eigenvalue is "
                     f"{float(values.min()):.3g}; give a damping above 0 or a max_condition"
                 )
             made[name] = KronEigen(self.spectrum(name).bases, values**p)
-            clipped[name] = count
+            notes[name] = {
+                "power": p,
+                "damping": damping * self._unit(name) if relative else damping,
+                "split": split,
+                "condition_before": _condition(self.spectrum(name).values),
+                "condition_after": _condition(values),
+                "clipped": clipped,
+            }
         result = Curvature(list(self.layers.values()), made)
-        result.clipped = clipped
+        result.notes = notes
         return result
+
+    def _unit(self, name: str) -> float:
+        """A layer's mean eigenvalue, which relative damping is a multiple of."""
+        return float(self.spectrum(name).values.mean())
 
     def _damped(
         self, name: str, damping: float, split: str, relative: bool, most: float | None
@@ -120,7 +133,7 @@ class Curvature(Mapping[str, Operator]):
         """A layer's eigenvalues [B, o, i], clipped and damped, and how many were clipped."""
         found = self.spectrum(name)
         if relative:
-            damping = damping * float(found.values.mean())
+            damping = damping * self._unit(name)
         if found.sides is None:
             if split == "sides" and self.layers[name].kind != "diagonal":
                 raise ValueError(
@@ -156,19 +169,70 @@ class Curvature(Mapping[str, Operator]):
 
     def condition(self) -> dict[str, float]:
         """Largest eigenvalue over smallest, of every layer; inf where one is 0."""
-        found = {}
-        for name in self:
-            values = self.spectrum(name).values
-            least = float(values.min())
-            found[name] = float(values.max()) / least if least > 0 else float("inf")
-        return found
+        return {name: _condition(self.spectrum(name).values) for name in self}
+
+    def report(self, spectra: bool = True) -> list[dict[str, Any]]:
+        """One record a layer: what it is and holds, and what was done to it.
+
+        `spectra`: also condition number, trace and effective rank, exp of the entropy of the
+        eigenvalues, which take an eigendecomposition where there was none yet.
+        """
+        records = []
+        for name, layer in self.layers.items():
+            blocks, outputs, inputs = layer.layout.shape
+            record: dict[str, Any] = {
+                "layer": name,
+                "method": layer.method,
+                "kind": layer.kind,
+                "blocks": blocks,
+                "outputs": outputs,
+                "inputs": inputs,
+                "bias": layer.layout.bias,
+                "bytes": sum(value.nbytes for value in layer.statistics.values()),
+            }
+            if spectra:
+                values = self.spectrum(name).values.double()
+                record["trace"] = float(values.sum())
+                record["condition"] = _condition(values)
+                record["effective_rank"] = _effective_rank(values)
+            records.append({**record, **self.notes.get(name, {})})
+        return records
+
+    def save(self, folder: str | Path) -> None:
+        """Write the statistics, as safetensors and a JSON, whole or not at all."""
+        from isokron.curvature.storage import save_curvature
+
+        save_curvature(self, folder)
+
+    @staticmethod
+    def load(folder: str | Path, model: nn.Module | None = None) -> "Curvature":
+        """What `save` wrote; with a `model`, checked against its layers."""
+        from isokron.curvature.storage import load_curvature
+
+        return load_curvature(folder, model)
+
+
+def _condition(values: Tensor) -> float:
+    least = float(values.min())
+    return float(values.max()) / least if least > 0 else float("inf")
+
+
+def _effective_rank(values: Tensor) -> float:
+    """exp(−Σ p log p), p the eigenvalues over their sum."""
+    p = values.clamp_min(0).flatten()
+    total = p.sum()
+    if total == 0:
+        return 0.0
+    p = p[p > 0] / total
+    return float((-(p * p.log()).sum()).exp())
 
 
 def _spectrum(operator: Operator) -> Spectrum:
     if isinstance(operator, KronEigen):
         left, right = operator.bases
         return Spectrum((left, right), None, operator.eigenvalues)
-    bases, sides = [], []
+    bases: list[Tensor | None] = []
+    sides: list[Tensor] = []
     for factor in operator.factors:
         if isinstance(factor, Diagonal):
             bases.append(None)
