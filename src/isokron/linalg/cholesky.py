@@ -64,8 +64,6 @@ def factorize(matrix: Tensor, damping: float = 0.0, *, name: str = "matrix") -> 
     wide = matrix.to(torch.promote_types(matrix.dtype, torch.float32)).tril()
     n = wide.size(-1)
     batch = wide.reshape(wide.shape[:-2].numel(), n, n)
-    if batch.numel() == 0:
-        return Cholesky(wide, ("as given",) * len(batch))
     finite = batch.isfinite().all(-1).all(-1)
     if not finite.all():
         raise ValueError(
