@@ -70,6 +70,16 @@ def test_push_through_keeps_the_digits_that_plain_woodbury_loses(
     assert push_through(u, a, damping).dtype is torch.float32
 
 
+@pytest.mark.parametrize("damping", [1e-4, 1e-6, 1e-8])
+def test_push_through_keeps_digits_of_directions_that_columns_share(damping: float) -> None:
+    """Scales hidden in a rotation, which UᵀU in float32 would round away: 6e-3 at 1e-6."""
+    turn = torch.linalg.qr(torch.randn(64, 64)).Q
+    u, a = (torch.randn(256, 64) * torch.logspace(0, -3, 64)) @ turn, torch.randn(32, 64)
+    wanted = dense(u, a, damping)
+    assert relative(plain_woodbury(u, a, damping), wanted) > 1e-3
+    assert relative(push_through(u, a, damping), wanted) < 1e-4
+
+
 @pytest.mark.parametrize("damping", [0.0, -1.0, float("nan"), float("inf")])
 def test_push_through_needs_damping(damping: float) -> None:
     with pytest.raises(ValueError, match=r"damping must be positive, got .*singular"):

@@ -87,7 +87,8 @@ def push_through(
     """(λI + UUᵀ/T)⁻¹ V = U (λI + UᵀU/T)⁻¹ Āᵀ/T for V = UĀᵀ/T. U: [..., o, T], Ā: [..., i, T]
 
     V lies in the span of U, where Woodbury's Y − U(…)⁻¹UᵀY is a small difference of large terms;
-    here nothing is subtracted. With columns g̃/√T of a LowRank: inputs ā/√T and terms 1.
+    here nothing is subtracted. UᵀU is float64: in float32 it forgets what columns share.
+    With columns g̃/√T of a LowRank: inputs ā/√T and terms 1.
     """
     if gradients.shape[:-2] != inputs.shape[:-2] or gradients.shape[-1] != inputs.shape[-1]:
         raise ValueError(
