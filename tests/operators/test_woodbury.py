@@ -156,7 +156,10 @@ def test_on_the_host_columns_are_pinned_and_act_as_on_the_device() -> None:
     torch.testing.assert_close(there.inverse(0.1).apply(x, -2), here.inverse(0.1).apply(x, -2))
 
 
-def test_a_matrix_as_it_is_wanted_is_read_in_one_piece_without_a_copy() -> None:
+def test_a_matrix_as_it_is_wanted_is_read_in_one_piece_without_a_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(storage, "PIECE", 1)
     matrix = normal(7, 4)
     parts = list(storage.pieces(matrix, matrix.device, torch.float64))
     assert len(parts) == 1
