@@ -12,6 +12,7 @@ from isokron.operators import (
     Identity,
     Kron,
     KronEigen,
+    LowRank,
     ScaledKron,
     multiply,
 )
@@ -41,12 +42,13 @@ def orthogonal(batch: Shape, n: int) -> Tensor:
 
 
 # every factor: batch, n → a random one
-FACTORS: dict[str, Callable[[Shape, int], Identity | Diagonal | Dense | Eigen]] = {
+FACTORS: dict[str, Callable[[Shape, int], Identity | Diagonal | Dense | Eigen | LowRank]] = {
     "identity": lambda batch, n: Identity(),
     "scaled identity": lambda batch, n: Identity(0.7),
     "diagonal": lambda batch, n: Diagonal(uniform(*batch, n)),
     "dense": lambda batch, n: Dense(positive(batch, n)),
     "eigen": lambda batch, n: Eigen(uniform(*batch, n), orthogonal(batch, n)),
+    "low rank": lambda batch, n: LowRank(uniform(*batch, 1), normal(*batch, n, 2)),
 }
 
 

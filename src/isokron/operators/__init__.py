@@ -2,6 +2,14 @@
 
 from isokron.operators.factors import Dense, Diagonal, Eigen, Factor, Identity, multiply
 from isokron.operators.kron import Kron, KronEigen, ScaledKron
+from isokron.operators.lowrank import LowRank
+from isokron.operators.storage import storage_device, store
+from isokron.operators.woodbury import (
+    gradient_factor,
+    push_through,
+    softmax_factor,
+    woodbury_policy,
+)
 
 __all__ = [
     "Dense",
@@ -11,6 +19,13 @@ __all__ = [
     "Identity",
     "Kron",
     "KronEigen",
+    "LowRank",
     "ScaledKron",
+    "gradient_factor",
     "multiply",
+    "push_through",
+    "softmax_factor",
+    "storage_device",
+    "store",
+    "woodbury_policy",
 ]

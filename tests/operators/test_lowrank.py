@@ -1,0 +1,356 @@
+"""LowRank against its dense matrix: the gradients' covariance, and the softmax's Fisher."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from isokron.linalg import lift
+from isokron.operators import (
+    Dense,
+    Eigen,
+    Kron,
+    LowRank,
+    gradient_factor,
+    multiply,
+    softmax_factor,
+    storage,
+)
+
+POWERS = (-1.0, -0.5, 0.5, 1.0, 2.0)
+BATCHES: list[tuple[int, ...]] = [(), (3,), (2, 3)]
+# relative error of a damped inverse in Frobenius norm, its condition number being near 100
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def probabilities(*shape: int) -> Tensor:
+    return torch.softmax(2 * normal(*shape), -2)
+
+
+def eye(n: int) -> Tensor:
+    return torch.eye(n, dtype=torch.float64)
+
+
+def dense_power(matrix: Tensor, p: float) -> Tensor:
+    values, vectors = torch.linalg.eigh(matrix)
+    return (vectors * values.clamp(min=0).unsqueeze(-2) ** p) @ vectors.mT
+
+
+def power_of_outer(columns: Tensor, p: float, damping: float) -> Tensor:
+    """(UUᵀ + λI)ᵖ by the singular values of U, which know small eigenvalues better than UUᵀ does"""
+    left, roots, _ = torch.linalg.svd(columns)
+    values = torch.full(left.shape[:-1], damping, dtype=torch.float64)
+    values[..., : roots.shape[-1]] += roots**2
+    return (left * values.unsqueeze(-2) ** p) @ left.mT
+
+
+def close(found: Tensor, wanted: Tensor, tolerance: float = 1e-12) -> None:
+    """Within `tolerance` of the largest entry."""
+    scale = wanted.abs().max().clamp(min=1e-300)
+    torch.testing.assert_close(found / scale, wanted / scale, rtol=0, atol=tolerance)
+
+
+def relative(found: Tensor, wanted: Tensor) -> float:
+    return ((found.double() - wanted).norm() / wanted.norm()).item()
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_gradients_become_their_mean_outer_product(batch: tuple[int, ...]) -> None:
+    gradients = normal(*batch, 7, 4)
+    wanted = gradients @ gradients.mT / 4
+    close(gradient_factor(gradients).to_dense(), wanted)
+    padded = torch.cat([gradients, torch.zeros(*batch, 7, 3).double()], -1)
+    close(gradient_factor(padded, terms=4).to_dense(7), wanted)
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("p", POWERS)
+@pytest.mark.parametrize("damping", [0.3, 1e-3])
+@pytest.mark.parametrize("terms", [1, 4, 7, 11])
+def test_powers_of_a_gradient_factor_are_those_of_its_dense_matrix(
+    batch: tuple[int, ...], p: float, damping: float, terms: int
+) -> None:
+    gradients = normal(*batch, 7, terms)
+    wanted = power_of_outer(gradients / terms**0.5, p, damping)
+    found = gradient_factor(gradients).power(p, damping)
+    close(found.to_dense(), wanted)
+    assert found.columns.shape[-1] <= max(terms, 7)
+    for dim, shape in ((-2, (7, 5)), (-1, (5, 7)), (-2, (3, 7, 2))):
+        x = normal(*batch, *shape)
+        close(found.apply(x, dim), multiply(x, wanted, dim))
+
+
+def test_the_inverse_is_the_power_minus_one() -> None:
+    factor = gradient_factor(normal(3, 7, 4))
+    close(factor.inverse(0.2).to_dense(), torch.linalg.inv(factor.to_dense() + 0.2 * eye(7)))
+
+
+@pytest.mark.parametrize("p", [0.5, 1.0, 2.0, 0.0])
+def test_positive_powers_need_no_damping(p: float) -> None:
+    gradients = normal(7, 4)
+    wanted = power_of_outer(gradients / 2, p, 0.0)
+    close(gradient_factor(gradients).power(p).to_dense(), wanted)
+
+
+@pytest.mark.parametrize("p", POWERS)
+def test_columns_of_zeros_and_columns_twice_change_nothing_but_the_count(p: float) -> None:
+    some, zeros = normal(2, 7, 3), torch.zeros(2, 7, 2).double()
+    some[1, :, 2] = some[1, :, 1]  # and the two of a batch differ in rank
+    factor = gradient_factor(torch.cat([some, zeros, some], -1))
+    found = factor.power(p, 0.1)
+    close(found.to_dense(), dense_power(factor.to_dense() + 0.1 * eye(7), p))
+    if p != 1:
+        assert found.columns.shape[-1] == 3
+    close(gradient_factor(zeros).power(p, 0.1).to_dense(), 0.1**p * eye(7).expand(2, 7, 7))
+
+
+@pytest.mark.parametrize("p", [-1.0, -0.5, 0.5, 2.0])
+def test_powers_of_powers_are_taken_without_another_decomposition(
+    p: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    factor = gradient_factor(normal(3, 7, 4))
+    dense = factor.to_dense()
+    once = factor.power(p, 0.5)
+    monkeypatch.setattr("isokron.operators.lowrank.eigh", None)
+    for q in POWERS:
+        wanted = dense_power(dense_power(dense + 0.5 * eye(7), p) + 0.1 * eye(7), q)
+        close(once.power(q, 0.1).to_dense(), wanted)
+
+
+def test_small_eigenvalues_under_a_large_damping_keep_their_digits() -> None:
+    column = normal(7, 1)
+    found = gradient_factor(1e-9 * column).power(-0.5, 1e3)
+    wanted = -0.5 * 1e3**-1.5 * 1e-18 * column @ column.mT  # the derivative of λ^(−½)
+    close(found.sign * found.columns @ found.columns.mT, wanted)
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("condition", [1.0, 3.0, 50.0, 1e6])
+@pytest.mark.parametrize("terms", [4, 11])
+def test_clipping_agrees_with_that_of_the_dense_factor(
+    batch: tuple[int, ...], condition: float, terms: int
+) -> None:
+    factor = gradient_factor(normal(*batch, 7, terms))
+    values, basis = torch.linalg.eigh(factor.to_dense())
+    wanted = lift(values, condition)
+    clipped, lifted = factor.clip(condition)
+    assert torch.equal(lifted, wanted.lifted)
+    assert lifted.shape == batch
+    dense = Eigen(wanted.values, basis)
+    close(clipped.to_dense(), dense.to_dense())
+    for p in POWERS:
+        tolerance = max(1e-12, 1e-14 * condition)  # the dense path loses so many digits
+        close(clipped.power(p).to_dense(), dense.power(p).to_dense(), tolerance)
+        close(clipped.power(p, 0.1).to_dense(), dense.power(p, 0.1).to_dense())
+
+
+def test_clipping_lifts_the_eigenvalues_that_are_not_stored() -> None:
+    clipped, lifted = gradient_factor(torch.diag(torch.tensor([2.0, 1.0, 9.0]))[:, :2]).clip(10.0)
+    close(clipped.to_dense(), torch.diag(torch.tensor([2.0, 0.5, 0.2])), 1e-6)
+    assert lifted.item() == 1
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("kind", ["gradients", "softmax"])
+def test_every_storage_dtype_reaches_its_tolerance(dtype: torch.dtype, kind: str) -> None:
+    if kind == "gradients":
+        raw = normal(64, 16)
+        factor, damping = gradient_factor(raw.float(), store_dtype=dtype), 0.1
+        exact = raw @ raw.mT / 16
+    else:
+        raw = probabilities(64, 16)
+        factor, damping = softmax_factor(raw.float(), store_dtype=dtype), 1e-3
+        exact = torch.diag(raw.mean(-1)) - raw @ raw.mT / 16
+    assert factor.columns.dtype is dtype
+    inverse = factor.inverse(damping)
+    assert inverse.columns.dtype is torch.float32
+    wanted = torch.linalg.inv(exact + damping * eye(64))
+    assert relative(inverse.to_dense(), wanted) < TOLERANCES[dtype]
+    x = normal(64, 5).float()
+    assert relative(inverse.apply(x, -2), wanted @ x.double()) < TOLERANCES[dtype]
+    assert relative(factor.apply(x, -2), exact @ x.double()) < TOLERANCES[dtype]
+    assert factor.apply(x, -2).dtype is torch.float32
+    assert factor.apply(x.bfloat16(), -2).dtype is torch.bfloat16
+
+
+def test_the_square_root_of_the_terms_keeps_half_precision_from_underflow() -> None:
+    gradients = 3e-5 * normal(64, 100)
+    factor = gradient_factor(gradients.float(), store_dtype=torch.float16)
+    assert relative(factor.to_dense(), gradients @ gradients.mT / 100) < 0.1
+    with pytest.raises(ValueError, match=r"float16 has not the range .* use bfloat16"):
+        gradient_factor(1e-4 * gradients.float(), store_dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"float16 has not the range .* use bfloat16"):
+        gradient_factor(1e10 * gradients.float(), store_dtype=torch.float16)
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("terms", [1, 4, 11])
+def test_the_softmax_factor_is_the_fisher_of_the_softmax(
+    batch: tuple[int, ...], terms: int
+) -> None:
+    p = probabilities(*batch, 7, terms)
+    wanted = torch.diag_embed(p.mean(-1)) - p @ p.mT / terms
+    factor = softmax_factor(p)
+    close(factor.to_dense(), wanted)
+    x = normal(*batch, 7, 5)
+    close(factor.apply(x, -2), wanted @ x)
+    padded = torch.cat([p, torch.zeros(*batch, 7, 3).double()], -1)
+    close(softmax_factor(padded, terms=terms).to_dense(), wanted)
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("damping", [0.3, 1e-3])
+@pytest.mark.parametrize("terms", [1, 4, 11])
+def test_the_inverse_of_a_softmax_factor_is_that_of_its_dense_matrix(
+    batch: tuple[int, ...], damping: float, terms: int
+) -> None:
+    factor = softmax_factor(probabilities(*batch, 7, terms))
+    damped = factor.to_dense() + damping * eye(7)
+    wanted = torch.linalg.inv(damped)
+    close(factor.inverse(damping).to_dense(), wanted)
+    close(factor.power(-1.0, damping).to_dense(), wanted)
+    close(factor.power(1.0, damping).to_dense(), damped)
+    x = normal(*batch, 5, 7)
+    close(factor.inverse(damping).apply(x, -1), x @ wanted)
+    close(factor.inverse(damping).inverse().to_dense(), damped, 1e-11)  # now with the plus
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, *TOLERANCES])
+def test_a_softmax_factor_is_positive_whatever_it_is_stored_in(dtype: torch.dtype) -> None:
+    p = probabilities(40, 200)
+    factor = softmax_factor(p, store_dtype=dtype)
+    dense = torch.diag(factor.diagonal) - factor.columns.double() @ factor.columns.double().mT
+    assert dense.sum(-1).abs().max() < 1e-15
+    assert torch.linalg.eigvalsh(dense).min() > -1e-15
+    wanted = torch.linalg.inv(dense + 1e-9 * eye(40))
+    assert relative(factor.inverse(1e-9).to_dense(), wanted) < 1e-6
+
+
+def test_the_softmax_factor_says_when_it_is_singular_to_rounding() -> None:
+    factor = softmax_factor(probabilities(7, 4))
+    for damping in (0.0, 1e-17):
+        with pytest.raises(ValueError, match=r"singular to rounding: .* give damping of at least"):
+            factor.inverse(damping)
+    least = 4 * torch.finfo(torch.float64).eps * factor.diagonal.max().item()
+    factor.inverse(2 * least)  # as the message says
+    rounded = LowRank(factor.diagonal.float(), factor.columns.float(), -1)
+    with pytest.raises(ValueError, match=r"T·eps = 4\.77e-07, got damping 1e-08"):
+        rounded.inverse(1e-8)
+
+
+def test_a_difference_that_is_not_positive_is_an_error_and_not_repaired() -> None:
+    p = probabilities(7, 4)
+    wrong = LowRank(p.mean(-1), p, -1)  # the square root of the terms forgotten
+    with pytest.raises(ValueError, match=r"must be positive, with damping 0\.01 it is not"):
+        wrong.inverse(0.01)
+    scalar = LowRank(torch.tensor([0.5]).double(), eye(3)[:, :1], -1)
+    with pytest.raises(ValueError, match=r"singular: diagonal \+ damping 0\.6 must be above"):
+        scalar.inverse(0.1)
+    close(scalar.inverse(0.7).to_dense(), torch.diag(1 / normal(3).new_tensor([0.2, 1.2, 1.2])))
+
+
+@pytest.mark.parametrize("p", [-0.5, 0.5, 2.0])
+def test_a_vector_diagonal_has_no_other_powers_and_says_so(p: float) -> None:
+    factor = softmax_factor(probabilities(7, 4))
+    with pytest.raises(ValueError, match=rf"powers 1 and -1, got {p}; densify it: Dense"):
+        factor.power(p, 0.1)
+    with pytest.raises(ValueError, match=r"no eigenvalues at hand to clip; densify it"):
+        factor.clip(10.0)
+    close(
+        Dense(factor.to_dense()).power(p, 0.1).to_dense(),
+        dense_power(factor.to_dense() + 0.1 * eye(7), p),
+    )
+
+
+@pytest.mark.parametrize("p", [-1.0, -0.5])
+def test_without_damping_a_gradient_factor_is_singular(p: float) -> None:
+    with pytest.raises(ValueError, match=rf"singular: .* for power {p:g}, got 0; give damping"):
+        gradient_factor(normal(7, 4)).power(p)
+    with pytest.raises(ValueError, match=r"singular: .* for power -1, got 0; give damping"):
+        LowRank(torch.zeros(7).double(), normal(7, 4)).inverse()
+
+
+@pytest.mark.parametrize("damping", [-0.1, float("nan"), float("inf")])
+def test_damping_below_zero_or_not_finite_is_an_error(damping: float) -> None:
+    for factor in (gradient_factor(normal(7, 4)), softmax_factor(probabilities(7, 4))):
+        for act in (factor.inverse, lambda d, f=factor: f.power(1.0, d)):
+            with pytest.raises(ValueError, match=r"damping must be a finite number of at least 0"):
+                act(damping)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_columns_that_are_not_finite_are_an_error(bad: float) -> None:
+    gradients = normal(7, 4)
+    gradients[2, 1] = bad
+    with pytest.raises(ValueError, match="columns must be finite"):
+        gradient_factor(gradients)
+    with pytest.raises(ValueError, match="columns must be finite"):
+        LowRank(torch.zeros(1).double(), gradients).power(0.5)
+
+
+def test_what_are_no_probabilities_is_told_so() -> None:
+    for wrong in (normal(7, 4), probabilities(7, 4).mT, 2 * probabilities(7, 4)):
+        with pytest.raises(ValueError, match=r"probabilities must be .* give softmax\(logits\)"):
+            softmax_factor(wrong)
+
+
+def test_shapes_and_signs_that_do_not_fit_are_named() -> None:
+    with pytest.raises(ValueError, match=r"diagonal must be .* got shapes \(3,\) and \(7, 4\)"):
+        LowRank(torch.zeros(3), normal(7, 4))
+    with pytest.raises(ValueError, match=r"sign must be 1 or -1, got 2"):
+        LowRank(torch.zeros(7), normal(7, 4), 2)
+    with pytest.raises(ValueError, match=r"acts on 7 rows, got \(9, 5\) along dim -2"):
+        gradient_factor(normal(7, 4)).apply(normal(9, 5), -2)
+    with pytest.raises(ValueError, match=r"terms must be at least 1, got 0"):
+        gradient_factor(normal(7, 0))
+
+
+def test_it_is_a_side_of_a_kron() -> None:
+    gradients, a = normal(7, 4), eye(3) + 0.1
+    kron = Kron((gradient_factor(gradients), Dense(a)))
+    x = normal(7, 3)
+    wanted = torch.linalg.inv(gradients @ gradients.mT / 4 + 0.1 * eye(7)) @ x
+    wanted = wanted @ torch.linalg.inv(a + 0.2 * eye(3))
+    close(kron.inverse([0.1, 0.2]).apply(x), wanted)
+
+
+@pytest.mark.parametrize("kind", [gradient_factor, softmax_factor])
+def test_reading_in_pieces_gives_what_reading_at_once_gives(
+    kind: Callable[[Tensor], LowRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p, x = probabilities(3, 50, 4).float(), normal(3, 5, 50)
+    whole = kind(p)
+    wanted = [whole.apply(x, -1), whole.inverse(0.1).apply(x, -1)]
+    monkeypatch.setattr(storage, "PIECE", 3 * 4 * 8 * 7)  # seven rows
+    assert [start for start, _ in storage.pieces(p, p.device, torch.float64)][:3] == [0, 7, 14]
+    cut = kind(p)
+    close(cut.diagonal, whole.diagonal)
+    close(cut.apply(x, -1), wanted[0])
+    close(cut.inverse(0.1).apply(x, -1), wanted[1], 1e-6)  # whose columns are float32
+
+
+def test_nothing_of_the_size_of_the_dense_matrix_is_made() -> None:
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            sizes = [t.numel() for t in torch.utils._pytree.tree_leaves(out) if torch.is_tensor(t)]
+            largest = max([largest, *sizes])
+            return out
+
+    n, terms = 200, 5
+    p, x = probabilities(n, terms), normal(n, 3)
+    with Watch():
+        for factor in (gradient_factor(p), softmax_factor(p)):
+            factor.apply(x, -2)
+            factor.inverse(0.1).apply(x, -2)
+        gradient_factor(p).power(-0.5, 0.1).apply(x, -2)
+        gradient_factor(p).clip(10.0)
+    assert largest == n * terms
