@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-
 Norm = nn.LayerNorm | nn.RMSNorm | nn.GroupNorm
 
 
@@ -29,7 +28,7 @@ class View(Protocol):
     def groups(self) -> int: ...
 
     def inputs(self, x: Tensor, batch_dim: int) -> Tensor:
-        """[B, N, S, i] without the one of a bias, or an index [B, N, S], −1 for what never learns."""
+        """[B, N, S, i] without the one of a bias; an index is [B, N, S], −1 where none learns."""
         ...
 
     def outputs(self, y: Tensor, batch_dim: int) -> Tensor:
