@@ -12,7 +12,7 @@ from isokron.curvature.capture import Event, Watcher
 from isokron.curvature.curvature import Curvature, Layer
 from isokron.curvature.likelihoods import Likelihood, Loss
 from isokron.curvature.sites import Site, find_sites
-from isokron.curvature.statistics import Sums, Uses, joined, mirrored, reduced
+from isokron.curvature.statistics import Sums, Uses, either, joined, mirrored, reduced
 from isokron.linalg import eigh
 
 METHODS = ("kfac", "ekfac", "tkfac", "shampoo")
@@ -64,6 +64,7 @@ def fit(
     sums = {site.name: Sums() for site in sites}
     kept: list[tuple[Site, Uses]] | None = [] if method == "ekfac" else None
     size = 0
+    waiting: dict[str, tuple[Site, Uses]] = {}
 
     def first(site: Site, uses: Uses) -> None:
         nonlocal kept, size
@@ -71,6 +72,9 @@ def fit(
         shared = reduced(uses) if sharing == "reduce" else uses
         if uses.kind == "diagonal":
             statistics.diagonal_(own, uses, list(site.layout.params))
+        elif method in ("kfac", "ekfac") and fisher == "exact":
+            statistics.output_covariance_(own, shared)
+            waiting[site.name] = site, either(waiting.get(site.name, (site, None))[1], uses)
         elif method in ("kfac", "ekfac"):
             statistics.covariances_(own, shared, site.columns)
         elif method == "tkfac":
@@ -83,8 +87,15 @@ def fit(
             again = Uses(uses.inputs.clone(), uses.grads, uses.kind)
             kept = [*kept, (site, again)] if size <= KEPT else None
 
+    def inputs() -> None:
+        """Inputs count once, however many passes went back from them."""
+        for site, uses in waiting.values():
+            shared = reduced(uses) if sharing == "reduce" else uses
+            statistics.input_covariance_(sums[site.name], shared, site.columns)
+        waiting.clear()
+
     go = _Pass(model, batches, loss, fisher, dtype, seed, sites, batch_dim)
-    terms = go.over(first)
+    terms = go.over(first, inputs)
     found = {site.name: _finished(site, sums[site.name], method, terms) for site in sites}
     if method == "ekfac":
         bases = {s.name: _bases(found[s.name]) for s in sites if s.view.kind != "diagonal"}
@@ -124,11 +135,15 @@ class _Pass:
         self.model, self.batches, self.loss, self.fisher = model, batches, loss, fisher
         self.dtype, self.seed, self.sites, self.batch_dim = dtype, seed, sites, batch_dim
         self.count = 0.0
+        self.device = next(model.parameters()).device.type
         self.counted: Tensor | None = None
         self.waiting: dict[str, list[Event]] = {}
 
-    def over(self, fold: Fold) -> float:
-        """Give every layer's uses in every batch to `fold`; how many loss terms there were."""
+    def over(self, fold: Fold, after: Callable[[], None] = lambda: None) -> float:
+        """Give every layer's uses in every pass to `fold`; how many loss terms there were.
+
+        `after`: called at the end of a batch, which may have had many passes back.
+        """
         generator = torch.Generator().manual_seed(self.seed)
         terms, seen = 0.0, set[str]()
 
@@ -151,6 +166,8 @@ class _Pass:
                         for events in self.waiting.values():
                             self._fold(fold, events)
                         self.waiting.clear()
+                with torch.no_grad(), torch.autocast(self.device, enabled=False):
+                    after()
                 terms += self.count
         if terms == 0:
             raise ValueError("batches must hold at least one loss term that counts, got none")

@@ -81,6 +81,15 @@ def _where(counted: Tensor, event: Event) -> Tensor:
     return torch.ones_like(reached)
 
 
+def either(one: Uses | None, other: Uses) -> Uses:
+    """Of two passes back through the same uses: the positions that count in one of them."""
+    if one is None or one.grads.size(2) < other.grads.size(2):
+        return other
+    if one.counted is None or other.counted is None or one.counted.shape != other.counted.shape:
+        return one
+    return Uses(one.inputs, one.grads, one.kind, one.counted | other.counted)
+
+
 def reduced(uses: Uses) -> Uses:
     """One position an example: inputs averaged, gradients summed (2311.00636)."""
     if uses.kind != "dense" or uses.grads.size(2) == 1:
@@ -118,8 +127,16 @@ class Sums(dict[str, Tensor]):
 
 def covariances_(sums: Sums, uses: Uses, columns: int) -> None:
     """K-FAC: Σ āāᵀ and Σ g̃g̃ᵀ, and how many positions there were."""
+    output_covariance_(sums, uses)
+    input_covariance_(sums, uses, columns)
+
+
+def output_covariance_(sums: Sums, uses: Uses) -> None:
+    sums.gram("output", uses.places()[1])
+
+
+def input_covariance_(sums: Sums, uses: Uses, columns: int) -> None:
     inputs, grads = uses.places()
-    sums.gram("output", grads)
     if uses.kind == "index":
         sums.count("input", inputs, torch.ones_like(grads[..., 0]), columns)
     else:
