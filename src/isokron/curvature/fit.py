@@ -109,8 +109,9 @@ def fit(
         if kept is None:
             go.over(correct)
         else:
-            for site, uses in kept:
-                correct(site, uses)
+            with go.plain():
+                for site, uses in kept:
+                    correct(site, uses)
         for name, pair in bases.items():
             found[name].update(_eigen(second[name], pair, terms))
             _check_finite(name, found[name])
@@ -166,7 +167,7 @@ class _Pass:
                         for events in self.waiting.values():
                             self._fold(fold, events)
                         self.waiting.clear()
-                with torch.no_grad(), torch.autocast(self.device, enabled=False):
+                with self.plain():
                     after()
                 terms += self.count
         if terms == 0:
@@ -179,8 +180,14 @@ class _Pass:
             )
         return terms
 
+    @contextmanager
+    def plain(self) -> Iterator[None]:
+        """Statistics are no part of what the user has put under autocast."""
+        with torch.no_grad(), torch.autocast(self.device, enabled=False):
+            yield
+
     def _fold(self, fold: Fold, events: list[Event]) -> None:
-        with torch.no_grad(), torch.autocast(events[0].grads.device.type, enabled=False):
+        with self.plain():
             fold(events[0].site, joined(events, self.dtype, self.counted))
 
     def _losses(self, batch: Any, generator: torch.Generator) -> Iterator[tuple[Tensor, bool]]:
