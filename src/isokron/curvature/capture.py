@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,6 @@ class Event:
 Sink = Callable[[Event], None]
 
 
-@contextmanager
 def capture(
     model: nn.Module,
     layers: Iterable[str] | str | None = None,
@@ -35,7 +34,7 @@ def capture(
     sink: Sink | None = None,
     strict: bool = False,
     batch_dim: int = 0,
-) -> Iterator[list[Event]]:
+) -> AbstractContextManager[list[Event]]:
     """Observe every layer whose name matches `layers`, or all of known types, while it lasts.
 
     Gives a list that fills as backward passes go by, or stays empty where a `sink` takes events.
@@ -46,7 +45,11 @@ def capture(
     """
     events: list[Event] = []
     take = events.append if sink is None else sink
-    watcher = Watcher(find_sites(model, layers, strict), take, batch_dim)
+    return _watched(Watcher(find_sites(model, layers, strict), take, batch_dim), events)
+
+
+@contextmanager
+def _watched(watcher: "Watcher", events: list[Event]) -> Iterator[list[Event]]:
     with watcher:
         yield events
 

@@ -162,6 +162,8 @@ class _Pass:
                 watcher.calls.clear()
                 with watcher:
                     for total, again in self._losses(batch, generator):
+                        if not self.count:  # nothing to go back from, and maybe no example at all
+                            break
                         _backward(total, again)
                         # fewer gradients than uses: some were computed twice, or led nowhere
                         for events in self.waiting.values():
@@ -238,6 +240,8 @@ def _places(weights: Tensor, batch_dim: int) -> Iterator[Tensor]:
 
 def _terms(result: Any) -> tuple[Tensor, Tensor]:
     """Losses and weights, of what a user's loss has returned."""
+    if isinstance(result, tuple) and len(result) != 2:
+        raise ValueError(f"loss must return terms, or terms and weights, got {len(result)} things")
     terms, weights = result if isinstance(result, tuple) else (result, None)
     if not isinstance(terms, Tensor) or terms.ndim == 0:
         raise ValueError(
