@@ -1,5 +1,6 @@
 """Errors of curvature say what was wrong, where, and what to do about it."""
 
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -196,3 +197,26 @@ def test_a_layer_used_on_different_numbers_of_examples_is_named() -> None:
 
     with pytest.raises(ValueError, match="layer 'layer' was used on 1 and on 2 examples"):
         fit(Uneven(), data(), CROSS_ENTROPY)
+
+
+def test_positions_that_all_examples_share_are_warned_of_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys.modules["isokron.curvature.fit"], "KEPT", 0)  # the data is seen twice
+
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens, self.places = nn.Embedding(5, 4), nn.Embedding(3, 4)
+            self.head = nn.Linear(4, CLASSES)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.tokens(x) + self.places(torch.arange(3)[None]))
+
+    given = [(torch.randint(5, (2, 3)), torch.randint(CLASSES, (2, 3)))]
+    with pytest.warns(UserWarning, match="^places had fewer inputs than") as caught:
+        fit(Positions(), given, CROSS_ENTROPY, "ekfac")
+    assert len(caught) == 1 and caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit(Positions(), given, CROSS_ENTROPY, "ekfac", layers=["tokens", "head"])

@@ -1,5 +1,6 @@
 """A model and data become curvature: one operator a layer."""
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -135,7 +136,7 @@ class _Pass:
     ) -> None:
         self.model, self.batches, self.loss, self.fisher = model, batches, loss, fisher
         self.dtype, self.seed, self.sites, self.batch_dim = dtype, seed, sites, batch_dim
-        self.count = 0.0
+        self.count, self.examples, self.warned = 0.0, 0, False
         self.device = next(model.parameters()).device.type
         self.counted: Tensor | None = None
         self.waiting: dict[str, list[Event]] = {}
@@ -146,11 +147,13 @@ class _Pass:
         `after`: called at the end of a batch, which may have had many passes back.
         """
         generator = torch.Generator().manual_seed(self.seed)
-        terms, seen = 0.0, set[str]()
+        terms, seen, mixed = 0.0, set[str](), set[str]()
 
         def sink(event: Event) -> None:
             name = event.site.name
             seen.add(name)
+            if event.grads.size(1) < self.examples:
+                mixed.add(name)
             events = self.waiting.setdefault(name, [])
             events.append(event)
             if len(events) >= watcher.calls[name]:
@@ -172,6 +175,14 @@ class _Pass:
                 with self.plain():
                     after()
                 terms += self.count
+        if mixed and not self.warned:
+            self.warned = True
+            warnings.warn(
+                f"{', '.join(sorted(mixed))} had fewer inputs than the batch has examples, as for "
+                "positions that all examples share: its gradients come summed over examples, and its "
+                "curvature is wrong; give it an input for each, or leave it out of `layers`",
+                stacklevel=3,
+            )
         if terms == 0:
             raise ValueError("batches must hold at least one loss term that counts, got none")
         missing = [site.name for site in self.sites if site.name not in seen]
@@ -217,6 +228,8 @@ class _Pass:
     def _count(self, weights: Tensor) -> None:
         """Remember how many terms count, and which: examples first."""
         self.count = float(weights.sum())
+        # of one dimension, terms may be those of all positions of all examples
+        self.examples = weights.size(self.batch_dim) if weights.ndim > 1 else 0
         counted = weights > 0
         if bool(counted.all()):
             self.counted = None
