@@ -179,8 +179,8 @@ class _Pass:
             self.warned = True
             warnings.warn(
                 f"{', '.join(sorted(mixed))} had fewer inputs than the batch has examples, as for "
-                "positions that all examples share: its gradients come summed over examples, and its "
-                "curvature is wrong; give it an input for each, or leave it out of `layers`",
+                "positions that all examples share: its gradients come summed over examples, and "
+                "its curvature is wrong; give it an input for each, or leave it out of `layers`",
                 stacklevel=3,
             )
         if terms == 0:
