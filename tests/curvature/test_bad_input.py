@@ -33,7 +33,7 @@ def plain(model: nn.Module, batch: Any) -> Tensor:
 def test_what_is_not_finite_is_named_by_its_layer(method: str, value: float) -> None:
     x, y = torch.randn(4, 3), labels(4)
     x[2, 1] = value
-    with pytest.raises(FloatingPointError, match="layer '0': .* not finite"):
+    with pytest.raises(FloatingPointError, match=r"layer '0': .* not finite"):
         fit(network(), batched(x, y), CROSS_ENTROPY, method)
 
 
@@ -116,7 +116,7 @@ def test_unknown_choices_are_errors(argument: str) -> None:
 
 def test_batches_to_go_over_once_are_an_error_for_ekfac_only() -> None:
     model, given = network(), data()
-    with pytest.raises(ValueError, match="something to go over twice.*got generator"):
+    with pytest.raises(ValueError, match=r"something to go over twice.*got generator"):
         fit(model, (batch for batch in given), CROSS_ENTROPY, "ekfac")
     once = fit(model, (batch for batch in given), CROSS_ENTROPY)
     for layer, want in fit(model, given, CROSS_ENTROPY).items():
@@ -199,8 +199,9 @@ def test_a_layer_used_on_different_numbers_of_examples_is_named() -> None:
         fit(Uneven(), data(), CROSS_ENTROPY)
 
 
+@pytest.mark.parametrize("places", [torch.arange(3), torch.arange(3)[None]])
 def test_positions_that_all_examples_share_are_warned_of_once(
-    monkeypatch: pytest.MonkeyPatch,
+    places: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.modules["isokron.curvature.fit"], "KEPT", 0)  # the data is seen twice
 
@@ -211,12 +212,13 @@ def test_positions_that_all_examples_share_are_warned_of_once(
             self.head = nn.Linear(4, CLASSES)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.tokens(x) + self.places(torch.arange(3)[None]))
+            return self.head(self.tokens(x) + self.places(places))
 
     given = [(torch.randint(5, (2, 3)), torch.randint(CLASSES, (2, 3)))]
     with pytest.warns(UserWarning, match="^places had fewer inputs than") as caught:
         fit(Positions(), given, CROSS_ENTROPY, "ekfac")
-    assert len(caught) == 1 and caught[0].filename == __file__
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fit(Positions(), given, CROSS_ENTROPY, "ekfac", layers=["tokens", "head"])

@@ -58,7 +58,8 @@ def untouched(model: nn.Module) -> Iterator[None]:
         assert same == before[:-1]
         assert [p._backward_hooks for p in model.parameters()] == before_backward
         for now, then in zip(grads, before[-1], strict=True):
-            assert (now is None) == (then is None) and (now is None or torch.equal(now, then))
+            assert (now is None) == (then is None)
+            assert now is None or torch.equal(now, then)
 
 
 class Block(nn.Module):
@@ -115,12 +116,15 @@ def test_an_exception_leaves_a_model_as_it_was(where: str, how: str) -> None:
             raise ArithmeticError("in forward")
         return functional.cross_entropy(Broken.apply(scores), batch[1], reduction="none")
 
-    with untouched(model), pytest.raises(ArithmeticError, match=where):
+    def observed() -> None:
         if how == "fit":
             fit(model, tokens(), loss)
         else:
             with capture(model):
                 loss(model, tokens()[0]).sum().backward()
+
+    with untouched(model), pytest.raises(ArithmeticError, match=where):
+        observed()
 
 
 def test_capture_shows_inputs_and_gradients_of_outputs() -> None:
@@ -139,14 +143,16 @@ def test_capture_shows_inputs_and_gradients_of_outputs() -> None:
     assert torch.equal(first.inputs[0, :, 0], x)
     assert torch.equal(last.grads[0, :, 0], grads[0])
     assert torch.equal(first.grads[0, :, 0], grads[1])
-    assert not first.grads.requires_grad and not first.inputs.requires_grad
+    assert not first.grads.requires_grad
+    assert not first.inputs.requires_grad
 
 
 def test_a_sink_takes_events_and_none_are_kept() -> None:
     model, taken = network(), list[Event]()
     with capture(model, "0", sink=taken.append) as events:
         CROSS_ENTROPY(model, data()[0])[0].sum().backward()
-    assert not events and [event.site.name for event in taken] == ["0"]
+    assert not events
+    assert [event.site.name for event in taken] == ["0"]
 
 
 def test_nothing_is_seen_after_the_context_has_ended() -> None:
@@ -161,22 +167,23 @@ def test_nothing_is_seen_after_the_context_has_ended() -> None:
 def test_captures_nest() -> None:
     model = Block().double()
     plain = functional.linear
-    with untouched(model):
-        with capture(model) as outer:
-            with capture(model, "encoder.*") as inner:
-                loss = CROSS_ENTROPY(model, tokens()[0])[0].sum()
-                torch.autograd.grad(loss, [*model.parameters()])
-            assert functional.linear is not plain
-            seen = len(outer)
+    with untouched(model), capture(model) as outer:
+        with capture(model, "encoder.*") as inner:
             loss = CROSS_ENTROPY(model, tokens()[0])[0].sum()
             torch.autograd.grad(loss, [*model.parameters()])
-    assert len(outer) == 2 * seen and seen == len({e.site.name for e in outer})
+        assert functional.linear is not plain
+        seen = len(outer)
+        loss = CROSS_ENTROPY(model, tokens()[0])[0].sum()
+        torch.autograd.grad(loss, [*model.parameters()])
+    assert len(outer) == 2 * seen
+    assert seen == len({e.site.name for e in outer})
     assert {e.site.name for e in inner} == {
         e.site.name for e in outer if e.site.name.startswith("encoder.")
     }
     for event in inner:
         same = next(e for e in outer if e.site.name == event.site.name)
-        assert torch.equal(event.grads, same.grads) and torch.equal(event.inputs, same.inputs)
+        assert torch.equal(event.grads, same.grads)
+        assert torch.equal(event.inputs, same.inputs)
 
 
 def test_a_pass_without_gradients_is_not_seen() -> None:

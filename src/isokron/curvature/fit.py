@@ -136,7 +136,8 @@ class _Pass:
     ) -> None:
         self.model, self.batches, self.loss, self.fisher = model, batches, loss, fisher
         self.dtype, self.seed, self.sites, self.batch_dim = dtype, seed, sites, batch_dim
-        self.count, self.examples, self.warned = 0.0, 0, False
+        self.count, self.warned = 0.0, False
+        self.shape: tuple[int | None, int] = None, 0  # examples, if they are known, and terms
         self.device = next(model.parameters()).device.type
         self.counted: Tensor | None = None
         self.waiting: dict[str, list[Event]] = {}
@@ -152,7 +153,7 @@ class _Pass:
         def sink(event: Event) -> None:
             name = event.site.name
             seen.add(name)
-            if event.grads.size(1) < self.examples:
+            if self._mixes(*event.grads.shape[1:3]):
                 mixed.add(name)
             events = self.waiting.setdefault(name, [])
             events.append(event)
@@ -223,13 +224,22 @@ class _Pass:
         if self.fisher == "sampled":
             uniform = torch.rand(loss.drawn(fixed), generator=generator, dtype=torch.float64)
             targets = loss.draw(fixed, uniform.to(fixed.device))
-        yield (loss.terms(outputs, targets) * weights.sqrt()).sum(), False
+        terms, weights = _terms((loss.terms(outputs, targets), weights))
+        yield (terms * weights.sqrt()).sum(), False
+
+    def _mixes(self, examples: int, places: int) -> bool:
+        """Whether a layer that saw this many shares an input among examples of the batch."""
+        those, terms = self.shape
+        if those is None or examples == those:
+            return False
+        return examples < those or examples * places < terms
 
     def _count(self, weights: Tensor) -> None:
         """Remember how many terms count, and which: examples first."""
         self.count = float(weights.sum())
         # of one dimension, terms may be those of all positions of all examples
-        self.examples = weights.size(self.batch_dim) if weights.ndim > 1 else 0
+        examples = weights.size(self.batch_dim) if weights.ndim > 1 else None
+        self.shape = examples, weights.numel()
         counted = weights > 0
         if bool(counted.all()):
             self.counted = None
