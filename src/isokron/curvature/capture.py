@@ -109,9 +109,8 @@ class Watcher:
         self.calls[site.name] = self.calls.get(site.name, 0) + 1
         if not torch.is_grad_enabled():
             return
-        if (
-            not outputs.requires_grad
-        ):  # all before it is frozen; what comes after needs its gradient
+        if not outputs.requires_grad:
+            # all before it is frozen, but what comes after needs its gradient
             Begin.apply(outputs, torch.empty(0, requires_grad=True))
         dim = self.batch_dim if batch_dim is None else batch_dim
         seen, version = inputs.detach(), inputs._version
