@@ -1,6 +1,5 @@
 """Every type of layer against its definition: factors, eigenvalues and traces, in float64."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -363,9 +362,3 @@ def test_the_dimension_of_examples_may_be_the_second() -> None:
     data = [(x, labels(ROWS))]
     found = fit(Second(), data, CROSS_ENTROPY, "ekfac", dtype=torch.float64, batch_dim=1)
     torch.testing.assert_close(found["layer"].to_dense(), want["layer"].to_dense(), **EXACT)
-
-
-def test_a_copy_of_a_model_has_the_same_curvature() -> None:
-    model, x = Tailed(nn.Linear(3, 2).double()), images(3)
-    a, b = fitted(model, x, "ekfac"), fitted(copy.deepcopy(model), x, "ekfac")
-    assert torch.equal(a["layer"].to_dense(), b["layer"].to_dense())
