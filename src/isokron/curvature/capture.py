@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,6 @@ class Event:
 Sink = Callable[[Event], None]
 
 
-@contextmanager
 def capture(
     model: nn.Module,
     layers: Iterable[str] | str | None = None,
@@ -35,36 +34,46 @@ def capture(
     sink: Sink | None = None,
     strict: bool = False,
     batch_dim: int = 0,
-) -> Iterator[list[Event]]:
+) -> AbstractContextManager[list[Event]]:
     """Observe every layer whose name matches `layers`, or all of known types, while it lasts.
 
     Gives a list that fills as backward passes go by, or stays empty where a `sink` takes events.
     A weight that is used several times has one event a use. `batch_dim`: which dimension of inputs
     counts examples, past which all but the last are positions. `strict`: a layer of unknown type is
-    an error, and not a warning. Nothing is written onto modules, and hooks go when the context ends.
+    an error, and not a warning. Nothing is written onto modules, and nothing is seen any more when
+    the context has ended: the backward pass belongs inside.
     """
     events: list[Event] = []
-    watcher = Watcher(find_sites(model, layers, strict), sink or events.append, batch_dim)
+    take = events.append if sink is None else sink
+    return _watched(Watcher(find_sites(model, layers, strict), take, batch_dim), events)
+
+
+@contextmanager
+def _watched(watcher: "Watcher", events: list[Event]) -> Iterator[list[Event]]:
     with watcher:
         yield events
 
 
 class Watcher:
-    """Hooks on the modules of sites. `calls`: how often each was used in a pass that has a graph."""
+    """Hooks on the modules of sites. `calls`: how often each was used, with a graph or without one,
+    for a gradient may come later to what reentrant checkpointing first computes without."""
 
     def __init__(self, sites: list[Site], sink: Sink, batch_dim: int = 0) -> None:
         self.sites, self.sink, self.batch_dim = sites, sink, batch_dim
         self.calls: dict[str, int] = {}
         self.handles: list[Any] = []
+        self.on = False
         self.projections = ExitStack()
 
     def __enter__(self) -> "Watcher":
         attention = [s for s in self.sites if isinstance(s.module, nn.MultiheadAttention)]
+        self.on = True
         try:
             for site in self.sites:
                 if site not in attention:
                     hook = self._hook(site)
                     self.handles.append(site.module.register_forward_hook(hook, with_kwargs=True))
+            self.projections.enter_context(_no_shortcuts())
             if attention:
                 self.projections.enter_context(Projections(self, attention))
         except BaseException:
@@ -73,6 +82,7 @@ class Watcher:
         return self
 
     def __exit__(self, *error: Any) -> None:
+        self.on = False
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
@@ -80,8 +90,7 @@ class Watcher:
 
     def _hook(self, site: Site) -> Callable[..., None]:
         def seen(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-            if torch.is_grad_enabled():
-                self.watch(site, args[0] if args else next(iter(kwargs.values())), out)
+            self.watch(site, args[0] if args else next(iter(kwargs.values())), out)
 
         return seen
 
@@ -97,60 +106,89 @@ class Watcher:
 
         `part`: which part of that gradient is the site's own.
         """
+        self.calls[site.name] = self.calls.get(site.name, 0) + 1
+        if not torch.is_grad_enabled():
+            return
         if not outputs.requires_grad:
-            outputs.requires_grad_()  # all before it is frozen; what comes after needs its gradient
+            # all before it is frozen, but what comes after needs its gradient
+            Begin.apply(outputs, torch.empty(0, requires_grad=True))
         dim = self.batch_dim if batch_dim is None else batch_dim
         seen, version = inputs.detach(), inputs._version
-        self.calls[site.name] = self.calls.get(site.name, 0) + 1
 
         def report(grad: Tensor) -> None:
+            if not self.on:
+                return
             if seen._version != version:
                 raise RuntimeError(
                     f"the input of {site.name!r} was changed in place after the layer used it, and "
                     "is not known any more; make that operation out of place"
                 )
             own = grad.detach() if part is None else part(grad.detach())
-            with torch.no_grad():
+            # statistics are no part of what the user has put under autocast
+            with torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
                 self.sink(Event(site, site.view.inputs(seen, dim), site.view.outputs(own, dim)))
 
         outputs.register_hook(report)
 
 
+class Begin(torch.autograd.Function):
+    """Where a graph begins. Unlike a leaf, what comes out of it may be changed in place."""
+
+    @staticmethod
+    def forward(ctx: Any, outputs: Tensor, learned: Tensor) -> Tensor:
+        ctx.mark_dirty(outputs)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+@contextmanager
+def _no_shortcuts() -> Iterator[None]:
+    """Attention, and the layers of transformers, call their parts one by one."""
+    before = mha.get_fastpath_enabled()
+    mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        mha.set_fastpath_enabled(before)
+
+
 class Projections:
     """Products within nn.MultiheadAttention, which no module of their own makes.
 
-    While it lasts, torch.nn.functional.linear tells of those with the weights of these sites, and
-    attention takes no shortcut around it. Inside, inputs are [positions, examples, d], and those of
-    the output projection [positions · examples, d].
+    While it lasts, torch.nn.functional.linear tells of those with the weights of these sites.
+    Inside, inputs are [positions, examples, d], and those of the output projection
+    [positions · examples, d].
     """
 
     def __init__(self, watcher: "Watcher", sites: list[Site]) -> None:
         self.watcher = watcher
-        self.sites: dict[nn.Module, dict[str, Site]] = {}
+        self.sites: dict[nn.MultiheadAttention, dict[str, Site]] = {}
         for site in sites:
+            assert isinstance(site.module, nn.MultiheadAttention)
             self.sites.setdefault(site.module, {})[site.name.rpartition(".")[2]] = site
-        self.examples: dict[nn.Module, int] = {}
+        self.examples: dict[nn.MultiheadAttention, int] = {}
 
     def __enter__(self) -> None:
-        self.linear, self.shortcut = functional.linear, mha.get_fastpath_enabled()
-        plain = self.linear
+        self.linear = plain = functional.linear
 
         def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             out = plain(input, weight, bias)
-            if torch.is_grad_enabled():
-                self._seen(input, weight, out)
+            self._seen(input, weight, out)
             return out
 
         functional.linear = linear
-        mha.set_fastpath_enabled(False)
 
     def __exit__(self, *error: Any) -> None:
         functional.linear = self.linear
-        mha.set_fastpath_enabled(self.shortcut)
 
     def _seen(self, inputs: Tensor, weight: Tensor, out: Tensor) -> None:
         for module, sites in self.sites.items():
             if weight is module.out_proj.weight:
+                if "out_proj" not in sites:
+                    return
                 count = self.examples[module]
 
                 def parted(x: Tensor, count: int = count) -> Tensor:
@@ -163,9 +201,11 @@ class Projections:
                 if rows:
                     self.examples[module] = inputs.size(1)
                     for i in range(rows // module.embed_dim):
+                        site = sites.get(PARTS[first + i])
                         where = slice(i * module.embed_dim, (i + 1) * module.embed_dim)
                         own = functools.partial(_columns, where=where)
-                        self.watcher.watch(sites[PARTS[first + i]], inputs, out, 1, own)
+                        if site is not None:
+                            self.watcher.watch(site, inputs, out, 1, own)
                     return
 
 
@@ -173,7 +213,7 @@ def _columns(grad: Tensor, where: slice) -> Tensor:
     return grad[..., where]
 
 
-def _rows(module: nn.Module, part: str, weight: Tensor) -> int | None:
+def _rows(module: nn.MultiheadAttention, part: str, weight: Tensor) -> int | None:
     """How many rows of a module's projections this weight has, if its first are those of `part`."""
     packed = module.in_proj_weight
     if packed is None:

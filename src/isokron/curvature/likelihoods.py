@@ -1,7 +1,7 @@
 """What a loss says of a model's outputs: its terms, labels drawn from it, roots of its Hessian.
 
 A term is one loss of one prediction: terms have the shape of the outputs without their last
-dimension. Whatever of them is masked has weight 0.
+dimension, in which examples and positions stay apart. Whatever of them is masked has weight 0.
 """
 
 import math
@@ -28,7 +28,8 @@ def of_pair(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
 class Likelihood(Protocol):
     """A loss −log p(target | outputs), up to a constant, of which labels can be drawn."""
 
-    forward: Forward
+    @property
+    def forward(self) -> Forward: ...
 
     def weights(self, targets: Tensor) -> Tensor:
         """1 for terms that count, 0 for those that do not."""
@@ -63,7 +64,7 @@ class CrossEntropy:
         return (targets != self.ignore_index).float()
 
     def terms(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        flat = outputs.flatten(0, -2).float()
+        flat = _wide(outputs).reshape(-1, outputs.size(-1))
         losses = functional.cross_entropy(
             flat, targets.flatten(), ignore_index=self.ignore_index, reduction="none"
         )
@@ -79,7 +80,7 @@ class CrossEntropy:
 
     def roots(self, outputs: Tensor) -> Iterator[Tensor]:
         """diag(p) − ppᵀ = Σ_c r rᵀ, r = √p_c (e_c − p)."""
-        p = outputs.float().softmax(-1)
+        p = _wide(outputs).softmax(-1)
         for c in range(outputs.size(-1)):
             root = -p
             root[..., c] += 1
@@ -99,7 +100,7 @@ class SquaredError:
         return torch.ones(targets.shape[:-1], device=targets.device)
 
     def terms(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return (outputs - targets).square().sum(-1)
+        return (_wide(outputs) - targets).square().sum(-1)
 
     def drawn(self, outputs: Tensor) -> torch.Size:
         return outputs.shape
@@ -129,7 +130,10 @@ class BinaryCrossEntropy:
         return torch.ones(targets.shape[:-1], device=targets.device)
 
     def terms(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        losses = functional.binary_cross_entropy_with_logits(outputs, targets, reduction="none")
+        outputs = _wide(outputs)
+        losses = functional.binary_cross_entropy_with_logits(
+            outputs, targets.to(outputs.dtype), reduction="none"
+        )
         return losses.sum(-1)
 
     def drawn(self, outputs: Tensor) -> torch.Size:
@@ -139,11 +143,16 @@ class BinaryCrossEntropy:
         return (uniform < outputs.sigmoid()).to(outputs.dtype)
 
     def roots(self, outputs: Tensor) -> Iterator[Tensor]:
-        p = outputs.sigmoid()
+        p = _wide(outputs).sigmoid()
         for c in range(outputs.size(-1)):
             root = torch.zeros_like(outputs)
             root[..., c] = (p[..., c] * (1 - p[..., c])).sqrt()
             yield root
+
+
+def _wide(outputs: Tensor) -> Tensor:
+    """In float32 at least: half precision loses small losses and probabilities."""
+    return outputs.to(torch.promote_types(outputs.dtype, torch.float32))
 
 
 def _called(likelihood: Likelihood, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:

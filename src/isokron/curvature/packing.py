@@ -1,4 +1,4 @@
-"""Parameters as matrices [B, o, i], the column of a bias last, and back: B blocks that do not mix."""
+"""Parameters as matrices [B, o, i], a bias the last column, and back: B blocks that do not mix."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,9 +14,10 @@ FORMS = ("rows", "columns", "diagonal")
 class Layout:
     """How a layer's parameters make a matrix.
 
-    `form`: a weight has its outputs in "rows", as [o, ...], or in "columns", as [i, o]; or weight and
-    bias are themselves rows, in which every entry stands alone ("diagonal"). `params`: the model's
-    names of "weight" and "bias", `shapes` theirs here; `rows`: which rows of those that pack several.
+    `form`: a weight has its outputs in "rows", as [o, ...], or in "columns", as [i, o]; or weight
+    and bias are themselves rows, in which every entry stands alone ("diagonal"). `params`: names
+    of "weight" and "bias" in the model, `shapes` theirs here; `rows`: which rows of those that pack
+    several.
     """
 
     form: str
@@ -72,11 +73,11 @@ def unpack(layout: Layout, matrix: Tensor) -> dict[str, Tensor]:
 def put_(
     result: dict[str, Tensor], layout: Layout, matrix: Tensor, like: Mapping[str, Tensor]
 ) -> None:
-    """Write a matrix to its parameters in `result`, which packed ones share."""
+    """Add a matrix to its parameters in `result`.
+
+    Packed parameters get it in their rows; those that several layers share, the sum over layers.
+    """
     for key, value in unpack(layout, matrix).items():
         name = layout.params[key]
-        if key not in layout.rows:
-            result[name] = value.to(like[name].dtype)
-        else:
-            whole = result.setdefault(name, torch.zeros_like(like[name]))
-            whole[slice(*layout.rows[key])] = value
+        whole = result.setdefault(name, torch.zeros_like(like[name]))
+        whole[slice(*layout.rows.get(key, (None,)))] += value.to(whole.dtype)

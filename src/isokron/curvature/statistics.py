@@ -39,38 +39,67 @@ class Uses:
     def places(self) -> tuple[Tensor, Tensor]:
         """Inputs and gradients of the positions that count: [B, P, i] or [B, P], [B, P, o]."""
         inputs, grads = self.inputs.flatten(1, 2), self.grads.flatten(1, 2)
-        if self.counted is None:
-            return inputs, grads
-        where = self.counted.flatten()
-        return inputs[:, where], grads[:, where]
+        where = None if self.counted is None else self.counted.flatten()
+        if self.kind == "index":  # a padding never learns
+            where = inputs[0] >= 0 if where is None else where & (inputs[0] >= 0)
+        return (inputs, grads) if where is None else (inputs[:, where], grads[:, where])
 
 
 def joined(events: Sequence[Event], dtype: torch.dtype, counted: Tensor | None) -> Uses:
     """The uses of one weight side by side, as if they were positions of one."""
-    view = events[0].site.view
-    inputs = torch.cat([event.inputs for event in events], 2) if len(events) > 1 else None
-    grads = torch.cat([event.grads for event in events], 2) if len(events) > 1 else None
-    inputs = events[0].inputs if inputs is None else inputs
-    grads = (events[0].grads if grads is None else grads).to(dtype)
+    site, view = events[0].site, events[0].site.view
+    sizes = sorted({event.grads.size(1) for event in events})
+    if len(sizes) > 1:
+        raise ValueError(
+            f"layer {site.name!r} was used on {' and on '.join(map(str, sizes))} examples in one "
+            "batch; give it as many at every use, or leave it out of `layers`"
+        )
+    inputs = _beside([event.inputs for event in events])
+    grads = _beside([event.grads for event in events]).to(dtype)
+    masks = None if counted is None else [_where(counted, event) for event in events]
     if view.kind != "index":
         inputs = inputs.to(dtype)
-    if view.kind == "dense" and events[0].site.layout.bias:
+    if view.kind == "dense" and site.layout.bias:
         inputs = torch.cat([inputs, inputs.new_ones(*inputs.shape[:-1], 1)], -1)
-    fits = counted is not None and counted.shape == grads.shape[1:3] and not bool(counted.all())
-    return Uses(inputs, grads, view.kind, counted if fits else None)
+    return Uses(inputs, grads, view.kind, None if masks is None else torch.cat(masks, 1))
+
+
+def _beside(parts: list[Tensor]) -> Tensor:
+    return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
+
+
+def _where(counted: Tensor, event: Event) -> Tensor:
+    """Which positions of a layer count, [N, S]: those of terms that do, or of examples that have
+    one where positions are others than those of terms; and those a gradient comes to all the same,
+    from positions that read them."""
+    examples, places = event.grads.shape[1:3]
+    reached = event.grads.any(3).any(0)
+    if counted.numel() == examples * places:
+        return counted.reshape(examples, places) | reached
+    if len(counted) == examples:
+        return counted.reshape(examples, -1).any(1, keepdim=True) | reached
+    return torch.ones_like(reached)
+
+
+def either(one: Uses | None, other: Uses) -> Uses:
+    """Of two passes back through the same uses: the positions that count in one of them."""
+    if one is None or one.grads.size(2) < other.grads.size(2):
+        return other
+    if one.counted is None or other.counted is None or one.counted.shape != other.counted.shape:
+        return one
+    return Uses(one.inputs, one.grads, one.kind, one.counted | other.counted)
 
 
 def reduced(uses: Uses) -> Uses:
     """One position an example: inputs averaged, gradients summed (2311.00636)."""
     if uses.kind != "dense" or uses.grads.size(2) == 1:
         return uses
-    inputs = uses.inputs
-    if uses.counted is not None:
-        weight = uses.counted.to(inputs.dtype)[:, :, None]
-        mean = (inputs * weight).sum(2, keepdim=True) / weight.sum(1)[:, None].clamp_min(1)
-    else:
-        mean = inputs.mean(2, keepdim=True)
-    return Uses(mean, uses.grads.sum(2, keepdim=True), uses.kind)
+    inputs, grads, counted = uses.inputs, uses.grads.sum(2, keepdim=True), uses.counted
+    if counted is None:
+        return Uses(inputs.mean(2, keepdim=True), grads, uses.kind)
+    weight = counted.to(inputs.dtype)[:, :, None]
+    mean = (inputs * weight).sum(2, keepdim=True) / weight.sum(1)[:, None].clamp_min(1)
+    return Uses(mean, grads, uses.kind, counted.any(1, keepdim=True))
 
 
 class Sums(dict[str, Tensor]):
@@ -98,8 +127,16 @@ class Sums(dict[str, Tensor]):
 
 def covariances_(sums: Sums, uses: Uses, columns: int) -> None:
     """K-FAC: Σ āāᵀ and Σ g̃g̃ᵀ, and how many positions there were."""
+    output_covariance_(sums, uses)
+    input_covariance_(sums, uses, columns)
+
+
+def output_covariance_(sums: Sums, uses: Uses) -> None:
+    sums.gram("output", uses.places()[1])
+
+
+def input_covariance_(sums: Sums, uses: Uses, columns: int) -> None:
     inputs, grads = uses.places()
-    sums.gram("output", grads)
     if uses.kind == "index":
         sums.count("input", inputs, torch.ones_like(grads[..., 0]), columns)
     else:
@@ -171,13 +208,16 @@ def example_gradients(inputs: Tensor, grads: Tensor) -> Iterator[Tensor]:
 
 def by_column(uses: Uses) -> tuple[Tensor, Tensor]:
     """Gradients summed over equal columns within an example: the columns [R], and rows [R, o]."""
+    # a padding has column −1, and is left out
     numbers = uses.inputs[0]  # [N, S]
     example = torch.arange(len(numbers), device=numbers.device)[:, None]
     span = int(numbers.max()) + 2
     keys, where = (example * span + numbers + 1).flatten().unique(return_inverse=True)
     grads = uses.grads[0].flatten(0, 1)
     rows = grads.new_zeros(len(keys), grads.size(1)).index_add_(0, where, grads)
-    return keys % span - 1, rows
+    columns = keys % span - 1
+    known = columns >= 0
+    return columns[known], rows[known]
 
 
 def mirrored(sums: Sums) -> dict[str, Tensor]:

@@ -7,22 +7,28 @@ a convolution), N examples, S positions that share the weight.
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+Norm = nn.LayerNorm | nn.RMSNorm | nn.GroupNorm
 
 
 class View(Protocol):
     """`kind`: of inputs, which are "dense", or the "index" of a column of W, or "diagonal" where
     every weight has an input and an output of its own. `form`, `groups`: see packing.Layout."""
 
-    kind: str
-    form: str
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def form(self) -> str: ...
 
     @property
     def groups(self) -> int: ...
 
     def inputs(self, x: Tensor, batch_dim: int) -> Tensor:
-        """[B, N, S, i], without the one of a bias; [B, N, S] for an index, −1 for what never learns."""
+        """[B, N, S, i] without the one of a bias; an index is [B, N, S], −1 where none learns."""
         ...
 
     def outputs(self, y: Tensor, batch_dim: int) -> Tensor:
@@ -88,7 +94,7 @@ class Table:
 class Affine:
     """y = w ⊙ x̂ + b of a norm."""
 
-    module: nn.Module
+    module: Norm
     form: str = "diagonal"
     kind: str = "diagonal"
     groups: int = 1
@@ -98,7 +104,7 @@ class Affine:
 
     def outputs(self, y: Tensor, batch_dim: int) -> Tensor:
         if isinstance(self.module, nn.GroupNorm):
-            return y.flatten(2).mT[None]  # [1, N, S, channels]
+            return y.reshape(*y.shape[:2], -1).mT[None]  # [1, N, S, channels]
         return positions(y.flatten(-len(self.module.normalized_shape)), batch_dim)
 
 
@@ -129,8 +135,9 @@ def _batched(conv: nn.modules.conv._ConvNd, x: Tensor) -> Tensor:
     return x[None] if x.ndim == len(conv.kernel_size) + 1 else x
 
 
-def normalized(module: nn.Module, x: Tensor) -> Tensor:
-    """x̂: what the norm makes of x before weight and bias."""
+def normalized(module: Norm, x: Tensor) -> Tensor:
+    """x̂: what the norm makes of x before weight and bias, in float32 at least."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
     if isinstance(module, nn.LayerNorm):
         return functional.layer_norm(x, module.normalized_shape, eps=module.eps)
     if isinstance(module, nn.GroupNorm):

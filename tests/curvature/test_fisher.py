@@ -1,0 +1,355 @@
+"""Oracles of curvature: where approximations are exact, and what must not change them."""
+
+import itertools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from curvature_naive import CLASSES, EXACT, batched, kron, labels
+from isokron.curvature import (
+    BinaryCrossEntropy,
+    CrossEntropy,
+    Curvature,
+    Likelihood,
+    SquaredError,
+    fit,
+)
+
+METHODS = ("kfac", "ekfac", "tkfac", "shampoo")
+DOUBLE = {"dtype": torch.float64}
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, CLASSES)).double()
+
+
+class Sequence(nn.Module):
+    """Tokens, of which later ones read earlier ones: gradients go back through positions."""
+
+    def __init__(self, outputs: int = CLASSES) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(2, 3), nn.Linear(3, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)).cumsum(1))
+
+
+def matrix(model: nn.Module, name: str, grads: dict[str, Tensor]) -> Tensor:
+    return torch.cat([grads[f"{name}.weight"], grads[f"{name}.bias"][:, None]], 1).flatten()
+
+
+def jacobian(model: nn.Module, x: Tensor, name: str) -> Tensor:
+    """Of outputs with respect to a linear layer [weight, bias]. [outputs, parameters]"""
+    params = dict(model.named_parameters())
+    rows = []
+    for value in model(x).flatten():
+        found = torch.autograd.grad(value, [*params.values()], retain_graph=True, allow_unused=True)
+        rows.append(matrix(model, name, dict(zip(params, found, strict=True))))
+    return torch.stack(rows)
+
+
+def ggn(
+    model: nn.Module, x: Tensor, targets: Tensor, name: str, loss: Callable[..., Tensor]
+) -> Tensor:
+    """(1/M) Σ JᵀHJ, with the Hessian of the loss itself by autograd."""
+    y = model(x).detach()
+    hessian = torch.autograd.functional.hessian(lambda y: loss(y, targets), y)
+    size = y.numel()
+    j = jacobian(model, x, name)
+    return j.T @ hessian.reshape(size, size) @ j / (size // y.size(-1))
+
+
+def cross_entropy(y: Tensor, t: Tensor) -> Tensor:
+    return functional.cross_entropy(y.reshape(-1, y.size(-1)), t.flatten(), reduction="sum")
+
+
+def squared(y: Tensor, t: Tensor) -> Tensor:
+    return (y - t).square().sum()
+
+
+def binary(y: Tensor, t: Tensor) -> Tensor:
+    return functional.binary_cross_entropy_with_logits(y, t, reduction="sum")
+
+
+LOSSES: dict[str, tuple[Likelihood, Callable[..., Tensor], Callable[[Tensor], Tensor]]] = {
+    "cross-entropy": (CrossEntropy(), cross_entropy, lambda y: y.argmin(-1)),
+    "squared error": (SquaredError(), squared, torch.randn_like),
+    "binary": (BinaryCrossEntropy(), binary, lambda y: (y > 0.1).to(y.dtype)),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_deep_linear_net_with_squared_error_has_its_ggn(method: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(2, 3)).double()
+    x, t = torch.randn(5, 3).double(), torch.randn(5, 3).double()
+    found = fit(model, batched(x, t), SquaredError(), method, fisher="exact", **DOUBLE)
+    for name in found:
+        want = ggn(model, x, t, name, squared)
+        torch.testing.assert_close(found[name].to_dense()[0], want, **EXACT)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("fisher", ["empirical", "sampled"])
+def test_one_datum_with_cross_entropy_is_exact(method: str, fisher: str) -> None:
+    model, x = network(), torch.randn(1, 3).double()
+    y = labels(1)
+    found = fit(model, [(x, y)], CrossEntropy(), method, fisher=fisher, seed=3, **DOUBLE)
+    if fisher == "sampled":  # the one label that its gradient belongs to
+        options = [fit(model, [(x, y + c)], CrossEntropy(), method, **DOUBLE) for c in range(3)]
+        gaps = [float((o["2"].to_dense() - found["2"].to_dense()).norm()) for o in options]
+        y = y + gaps.index(min(gaps))
+    loss = functional.cross_entropy(model(x), y)
+    grads = dict(
+        zip(
+            dict(model.named_parameters()),
+            torch.autograd.grad(loss, [*model.parameters()]),
+            strict=True,
+        )
+    )
+    for name in found:
+        flat = matrix(model, name, grads)
+        torch.testing.assert_close(found[name].to_dense()[0], torch.outer(flat, flat), **EXACT)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("tokens", [False, True])
+def test_the_exact_fisher_is_the_ggn_of_the_layer(name: str, tokens: bool) -> None:
+    likelihood, loss, targets = LOSSES[name]
+    model = Sequence().double() if tokens else network()
+    x = torch.randn(2, 3, 2).double() if tokens else torch.randn(4, 3).double()
+    t = targets(model(x).detach())
+    found = fit(model, batched(x, t), likelihood, "ekfac", fisher="exact", **DOUBLE)
+    shampoo = fit(model, batched(x, t), likelihood, "shampoo", fisher="exact", **DOUBLE)
+    for layer in found:
+        want = ggn(model, x, t, layer, loss)
+        known = found.layers[layer].statistics
+        basis = kron(known["basis.output"], known["basis.input"])[0]
+        diagonal = (basis.T @ want @ basis).diagonal()
+        torch.testing.assert_close(known["eigenvalues"].flatten(), diagonal, **EXACT)
+        o, i = known["eigenvalues"].shape[1:]
+        left = want.view(o, i, o, i).diagonal(dim1=1, dim2=3).sum(-1)
+        torch.testing.assert_close(shampoo.layers[layer].statistics["output"][0], left, **EXACT)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_sampled_fisher_converges_to_the_exact_one(name: str) -> None:
+    likelihood, _, targets = LOSSES[name]
+    model, x = network(), torch.randn(4, 3).double()
+    t = targets(model(x).detach())
+    many = [(x.repeat(2000, 1), t.repeat(2000, *[1] * (t.ndim - 1)))]
+    sampled = fit(model, many, likelihood, "ekfac", fisher="sampled", **DOUBLE)
+    exact = fit(model, [(x, t)], likelihood, "ekfac", fisher="exact", **DOUBLE)
+    for layer in exact:
+        want = exact[layer].to_dense()
+        assert (sampled[layer].to_dense() - want).norm() < 0.06 * want.norm()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("fisher", ["empirical", "sampled", "exact"])
+def test_batches_do_not_change_curvature(method: str, fisher: str) -> None:
+    model, x = Sequence().double(), torch.randn(7, 3, 2).double()
+    t = torch.randint(CLASSES, (7, 3))
+    t[0, 1] = t[3] = -100
+
+    def fitted(*sizes: int) -> Curvature:
+        data = batched(x, t, sizes=sizes)
+        return fit(model, data, CrossEntropy(), method, fisher=fisher, **DOUBLE)
+
+    whole = fitted(7)
+    for sizes in ((1,), (2, 5), (3,)):
+        found = fitted(*sizes)
+        for layer in whole:
+            torch.testing.assert_close(found[layer].to_dense(), whole[layer].to_dense(), **EXACT)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_drawn_labels_do_not_depend_on_batches(name: str) -> None:
+    likelihood, _, targets = LOSSES[name]
+    drawn: list[Tensor] = []
+
+    class Spy(type(likelihood)):  # type: ignore[misc]
+        def draw(self, outputs: Tensor, uniform: Tensor) -> Tensor:
+            drawn.append(super().draw(outputs, uniform))
+            return drawn[-1]
+
+    model, x = network(), torch.randn(40, 3).double()
+    t = targets(model(x).detach())
+    runs = []
+    for sizes in ((40,), (1,), (17, 3)):
+        fit(model, batched(x, t, sizes=sizes), Spy(), fisher="sampled", seed=5, **DOUBLE)
+        runs.append(torch.cat(drawn))
+        drawn.clear()
+    # a score of another batch size has another last bit, and so has a drawn number
+    for run in runs[1:]:
+        torch.testing.assert_close(run, runs[0])
+    fit(model, [(x, t)], Spy(), fisher="sampled", seed=6, **DOUBLE)
+    assert not torch.equal(drawn[0], runs[0])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_two_fits_are_bit_identical(method: str) -> None:
+    model, x, t = Sequence(), torch.randn(6, 3, 2), torch.randint(CLASSES, (6, 3))
+
+    def fitted() -> Curvature:
+        return fit(model, batched(x, t), CrossEntropy(), method, fisher="sampled")
+
+    one, two = fitted(), fitted()
+    for layer, key in itertools.product(one, one.layers["first"].statistics):
+        assert torch.equal(one.layers[layer].statistics[key], two.layers[layer].statistics[key]), (
+            key
+        )
+
+
+def test_a_second_pass_over_the_data_gives_what_kept_uses_give(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, x, t = Sequence().double(), torch.randn(6, 3, 2).double(), torch.randint(CLASSES, (6, 3))
+
+    def fitted() -> Curvature:
+        return fit(model, batched(x, t), CrossEntropy(), "ekfac", fisher="sampled", **DOUBLE)
+
+    kept = fitted()
+    monkeypatch.setattr(sys.modules["isokron.curvature.fit"], "KEPT", 0)
+    again = fitted()
+    for layer in kept:
+        torch.testing.assert_close(again[layer].to_dense(), kept[layer].to_dense(), **EXACT)
+
+
+def test_batches_may_share_their_memory() -> None:
+    model = nn.Linear(3, CLASSES, bias=False).double()
+    x, t = torch.randn(6, 3).double(), labels(6)
+
+    class Reused:
+        def __iter__(self) -> Any:
+            buffer = torch.empty(2, 3).double()
+            for part, y in zip(x.split(2), t.split(2), strict=True):
+                yield buffer.copy_(part), y
+
+    want = fit(model, batched(x, t), CrossEntropy(), "ekfac", **DOUBLE)
+    found = fit(model, Reused(), CrossEntropy(), "ekfac", **DOUBLE)
+    torch.testing.assert_close(found[""].to_dense(), want[""].to_dense(), **EXACT)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_what_is_masked_is_as_if_it_were_not_there(method: str, sharing: str) -> None:
+    model, x = network(), torch.randn(6, 3).double()
+    t = labels(6)
+    t[1] = t[4] = -100
+    some = t != -100
+    options: Any = {"method": method, "sharing": sharing, **DOUBLE}
+    found = fit(model, batched(x, t), CrossEntropy(), **options)
+    want = fit(model, [(x[some], t[some])], CrossEntropy(), **options)
+    for layer in want:
+        torch.testing.assert_close(found[layer].to_dense(), want[layer].to_dense(), **EXACT)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_padding_at_the_end_of_sequences_is_as_if_it_were_not_there(
+    method: str, sharing: str
+) -> None:
+    model, x = Sequence().double(), torch.randn(4, 3, 2).double()
+    t = torch.randint(CLASSES, (4, 3))
+    t[1, 1:] = t[2] = -100  # the third is padding altogether
+    cut = [(x[:1], t[:1]), (x[1:2, :1], t[1:2, :1]), (x[3:], t[3:])]
+    options: Any = {"method": method, "sharing": sharing, **DOUBLE}
+    found, want = (fit(model, data, CrossEntropy(), **options) for data in ([(x, t)], cut))
+    for layer in want:
+        torch.testing.assert_close(found[layer].to_dense(), want[layer].to_dense(), **EXACT)
+
+
+def test_a_prompt_without_losses_keeps_the_gradients_that_come_to_it() -> None:
+    model, x = Sequence().double(), torch.randn(4, 3, 2).double()
+    t = torch.randint(CLASSES, (4, 3))
+    t[:, :2] = -100  # only the last token has a loss, which reads all others
+    found = fit(model, [(x, t)], CrossEntropy(), **DOUBLE)
+    hidden = model.first(x)
+    scores = model.last(torch.tanh(hidden).cumsum(1))
+    g = torch.autograd.grad(
+        functional.cross_entropy(scores[:, 2], t[:, 2], reduction="sum"), hidden
+    )
+    rows = g[0].flatten(0, 1)
+    torch.testing.assert_close(
+        found.layers["first"].statistics["output"][0], rows.T @ rows / 4, **EXACT
+    )
+    ones = torch.cat([x, torch.ones(4, 3, 1)], 2).flatten(0, 1)
+    torch.testing.assert_close(
+        found.layers["first"].statistics["input"][0], ones.T @ ones / 12, **EXACT
+    )
+
+
+def test_losses_of_ones_own_with_weights_are_a_likelihood_with_masked_terms() -> None:
+    model, x = Sequence().double(), torch.randn(4, 3, 2).double()
+    t = torch.randint(CLASSES, (4, 3))
+    t[0, 1] = t[2, 2] = -100
+
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        losses = functional.cross_entropy(model(batch[0]).mT, batch[1], reduction="none")
+        return losses, batch[1] != -100
+
+    want = fit(model, [(x, t)], CrossEntropy(), "ekfac", **DOUBLE)
+    found = fit(model, [(x, t)], loss, "ekfac", **DOUBLE)
+    for layer in want:
+        torch.testing.assert_close(found[layer].to_dense(), want[layer].to_dense(), **EXACT)
+
+
+def test_curvature_is_a_mean_over_terms() -> None:
+    model, x, t = network(), torch.randn(4, 3).double(), labels(4)
+    once = fit(model, [(x, t)], CrossEntropy(), "ekfac", **DOUBLE)
+    twice = fit(model, [(x, t), (x, t)], CrossEntropy(), "ekfac", **DOUBLE)
+    for layer in once:
+        torch.testing.assert_close(twice[layer].to_dense(), once[layer].to_dense(), **EXACT)
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_eigenvalues_keep_the_trace_of_the_fisher_however_positions_share(sharing: str) -> None:
+    model, x = Sequence().double(), torch.randn(4, 3, 2).double()
+    t = torch.randint(CLASSES, (4, 3))
+    found = fit(model, [(x, t)], CrossEntropy(), "ekfac", sharing=sharing, **DOUBLE).trace()
+    total = dict.fromkeys(found, 0.0)
+    for n in range(4):
+        loss = cross_entropy(model(x[n : n + 1]), t[n : n + 1])
+        grads = torch.autograd.grad(loss, [*model.parameters()])
+        for (name, _), grad in zip(model.named_parameters(), grads, strict=True):
+            total[name.partition(".")[0]] += float(grad.square().sum()) / t.numel()
+    for name, value in total.items():
+        assert found[name] == pytest.approx(value, abs=1e-12)
+
+
+def test_a_likelihood_of_ones_own_needs_no_call() -> None:
+    class Poisson:
+        """exp(y) − t y, for which the Hessian is exp(y)."""
+
+        forward = staticmethod(CrossEntropy().forward)
+
+        def weights(self, targets: Tensor) -> Tensor:
+            return torch.ones(targets.shape[:-1])
+
+        def terms(self, outputs: Tensor, targets: Tensor) -> Tensor:
+            return (outputs.exp() - targets * outputs).sum(-1)
+
+        def drawn(self, outputs: Tensor) -> torch.Size:
+            return outputs.shape
+
+        def draw(self, outputs: Tensor, uniform: Tensor) -> Tensor:
+            return torch.zeros_like(outputs)
+
+        def roots(self, outputs: Tensor) -> Any:
+            for c in range(outputs.size(-1)):
+                root = torch.zeros_like(outputs)
+                root[..., c] = (outputs[..., c] / 2).exp()
+                yield root
+
+    model, x = nn.Sequential(nn.Linear(3, 2)).double(), torch.randn(4, 3).double()
+    t = torch.ones(4, 2).double()
+    for fisher in ("empirical", "sampled", "exact"):
+        found = fit(model, [(x, t)], Poisson(), "ekfac", fisher=fisher, **DOUBLE)
+        assert found.trace()["0"] > 0
+    want = ggn(model, x, t, "0", lambda y, t: (y.exp() - t * y).sum())
+    assert found.trace()["0"] == pytest.approx(float(want.trace()), abs=1e-12)
