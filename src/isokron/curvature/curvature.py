@@ -101,6 +101,8 @@ class Curvature(Mapping[str, Operator]):
         `report` says how many.
         """
         _check_damping(damping, split, max_condition)
+        if p != 1:
+            _check_apart(list(self.layers.values()))
         made: dict[str, Operator] = {}
         notes: dict[str, dict[str, Any]] = {}
         for name in self:
@@ -252,6 +254,19 @@ def _lifted(values: Tensor, most: float | None) -> tuple[Tensor, int]:
         return values, 0
     least = values.flatten(1).amax(1).view(-1, *[1] * (values.ndim - 1)) / most
     return values.maximum(least), int((values < least).sum())
+
+
+def _check_apart(layers: list[Layer]) -> None:
+    """Refuse layers that share a weight: their operators add up, and powers of them do not."""
+    owners: dict[tuple[str, tuple[int, int] | None], str] = {}
+    for layer in layers:
+        for key, param in layer.layout.params.items():
+            other = owners.setdefault((param, layer.layout.rows.get(key)), layer.name)
+            if other != layer.name:
+                raise ValueError(
+                    f"layers {other!r} and {layer.name!r} share {param!r}, and the inverse of a sum "
+                    "is not that of its parts; fit with `layers` that name one of them"
+                )
 
 
 def _check_damping(damping: float, split: str, max_condition: float | None) -> None:

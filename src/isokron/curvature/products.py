@@ -26,8 +26,7 @@ def hessian_vector_product(
             terms, weights = _weighted(loss(called(own), batch))
             return (terms * weights).sum()
 
-        _, found = jvp(grad(total), (params,), (dict(tangent),))
-        return found, _count(loss(called(params), batch))
+        return jvp(grad(total), (params,), (dict(tangent),))[1], _count(loss(called(params), batch))
 
     return _mean(model, batches, tangent, product)
 
@@ -42,9 +41,8 @@ def fisher_vector_product(
             terms, weights = _weighted(loss(called(own), batch))
             return (terms * weights).flatten(1).sum(1) if terms.ndim > 1 else terms * weights
 
-        _, along = jvp(losses, (params,), (dict(tangent),))
-        _, back = vjp(losses, params)
-        return back(along)[0], _count(loss(called(params), batch))
+        along = jvp(losses, (params,), (dict(tangent),))[1]
+        return vjp(losses, params)[1](along)[0], _count(loss(called(params), batch))
 
     return _mean(model, batches, tangent, product)
 
@@ -64,10 +62,9 @@ def ggn_vector_product(
         def total(y: Tensor) -> Tensor:
             return (loss.terms(y, targets) * weights).sum()
 
-        y, along = jvp(outputs, (params,), (dict(tangent),))
-        _, bent = jvp(grad(total), (y,), (along,))
-        _, back = vjp(outputs, params)
-        return back(bent)[0], float(weights.sum())
+        y, along = jvp(outputs, (params,), (dict(tangent),))[:2]
+        bent = jvp(grad(total), (y,), (along,))[1]
+        return vjp(outputs, params)[1](bent)[0], float(weights.sum())
 
     return _mean(model, batches, tangent, product)
 
