@@ -264,7 +264,7 @@ def _check_apart(layers: list[Layer]) -> None:
             other = owners.setdefault((param, layer.layout.rows.get(key)), layer.name)
             if other != layer.name:
                 raise ValueError(
-                    f"layers {other!r} and {layer.name!r} share {param!r}, and the inverse of a sum "
+                    f"layers {other!r} and {layer.name!r} share {param!r}, and a sum's inverse "
                     "is not that of its parts; fit with `layers` that name one of them"
                 )
 
