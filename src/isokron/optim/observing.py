@@ -1,0 +1,171 @@
+"""Statistics of layers, gathered from the user's own forward and backward passes."""
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isokron.curvature.capture import Event, Projections, Watcher
+from isokron.curvature.sites import Site, find_sites
+from isokron.curvature.statistics import (
+    Sums,
+    covariances_,
+    diagonal_,
+    eigenvalues_,
+    joined,
+    mirrored,
+)
+
+Bases = tuple[Tensor | None, Tensor | None]
+
+
+def choose_sites(model: nn.Module, layers: Iterable[str] | str | None) -> list[Site]:
+    """The layers named, or all with dense inputs; none whose parameters another layer has too."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # what has no known type goes to AdamW
+        sites = find_sites(model, layers)
+    if layers is None:
+        sites = [site for site in sites if site.view.kind == "dense"]
+    names: dict[Tensor, set[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(param, set()).add(name)
+    tied = {name for several in names.values() if len(several) > 1 for name in several}
+    return [site for site in sites if not tied & set(site.layout.params.values())]
+
+
+class Recorder(Watcher):
+    """Sums over all that was seen since the last step: Σāāᵀ, Σĝĝᵀ and, in known bases, EK-FAC's Λ.
+
+    ĝ are gradients as they come, of whatever the loss is scaled by: what they are multiplied with is
+    known when all passes of a step are. `bases`: of layers whose Λ is asked for. The optimizer owns
+    this and not the reverse, so that its hooks go when it goes.
+    """
+
+    def __init__(self, sites: list[Site], params: Mapping[str, Tensor]) -> None:
+        super().__init__(sites, self._take)
+        self.params = params
+        self.bases: dict[str, Bases] = {}
+        self.sums: dict[str, Sums] = {}
+        self.terms: dict[str, int] = {}
+        self.waiting: dict[str, list[Event]] = {}
+
+    def __enter__(self) -> "Recorder":
+        """Hook all layers that learn; a frozen one would cost a backward pass through it."""
+        attention: dict[nn.Module, list[Site]] = {}
+        for site in self.sites:
+            if not any(self.params[name].requires_grad for name in site.layout.params.values()):
+                continue
+            if isinstance(site.module, nn.MultiheadAttention):
+                attention.setdefault(site.module, []).append(site)
+            else:
+                hook = site.module.register_forward_hook(Hook(self, site), with_kwargs=True)
+                self.handles.append(hook)
+        for module, sites in attention.items():
+            if len(sites) == len(PROJECTIONS):
+                inside = Inside(self, sites)
+                self.handles.append(module.register_forward_pre_hook(inside.enter))
+                self.handles.append(module.register_forward_hook(inside.leave, always_call=True))
+        return self
+
+    def forget(self) -> None:
+        """Drop what was seen, as gradients are dropped. Passes under way are still counted."""
+        self.sums.clear()
+        self.terms.clear()
+        self.waiting.clear()
+
+    def observations(self, reduction: str, scale: float) -> dict[str, dict[str, Tensor]]:
+        """All passes since the last step as one batch, layer by layer: means, and what they are of.
+
+        A term of the loss is an example, N in all. The loss is their mean, so that g̃ = N·ĝ, or their
+        sum: A = Σāāᵀ / `places`, G = Σg̃g̃ᵀ / `terms`, and Λ like G.
+        """
+        for name in list(self.waiting):  # uses whose gradient never came, and those beside them
+            self._fold(name)
+        self.calls.clear()
+        found = {}
+        for name, sums in self.sums.items():
+            terms = self.terms[name]
+            factor = ((terms if reduction == "mean" else 1) / scale) ** 2 / terms
+            means = mirrored(sums)
+            places = means.pop("places", None)
+            if "columns" in means:
+                means["eigenvalues"] = means.pop("columns").mT.contiguous()
+            for key, value in means.items():
+                by_place = key == "input" and places is not None
+                means[key] = value / float(places) if by_place else value * factor
+            count = torch.tensor(float(terms), dtype=torch.float64)
+            means["terms"] = count
+            means["places"] = count if places is None else places.cpu()
+            found[name] = means
+        self.forget()
+        return found
+
+    def _take(self, event: Event) -> None:
+        name = event.site.name
+        self.waiting.setdefault(name, []).append(event)
+        if len(self.waiting[name]) >= self.calls.get(name, 0):
+            self._fold(name)
+            self.calls[name] = 0
+
+    def _fold(self, name: str) -> None:
+        """Uses of one weight by the same examples are positions of one; others are other examples."""
+        alike: dict[int, list[Event]] = {}
+        for event in self.waiting.pop(name):
+            alike.setdefault(event.grads.size(1), []).append(event)
+        sums = self.sums.setdefault(name, Sums())
+        for events in alike.values():
+            site = events[0].site
+            first = self.params[next(iter(site.layout.params.values()))]
+            uses = joined(events, torch.promote_types(first.dtype, torch.float32), None)
+            self.terms[name] = self.terms.get(name, 0) + uses.grads.size(1)
+            if uses.kind == "diagonal":
+                diagonal_(sums, uses, list(site.layout.params))
+                continue
+            covariances_(sums, uses, site.columns)
+            if name in self.bases:
+                eigenvalues_(sums, uses, self.bases[name], site.columns)
+
+
+class Hook:
+    """A forward hook that counts passes of training, of the very module it was made for.
+
+    Copies of a model, pickled ones too, carry a hook that does nothing.
+    """
+
+    def __init__(self, recorder: Recorder | None = None, site: Site | None = None) -> None:
+        self.recorder, self.site = recorder, site
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> None:
+        if self.recorder is None or self.site is None or module is not self.site.module:
+            return
+        if module.training and torch.is_grad_enabled():
+            seen = args[0] if args else next(iter(kwargs.values()))
+            self.recorder.watch(self.site, seen, out)
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(self), ()
+
+
+PROJECTIONS = ("q", "k", "v", "out_proj")
+
+
+class Inside:
+    """Hooks around nn.MultiheadAttention, which see the products it makes, and no others."""
+
+    def __init__(self, recorder: Recorder | None = None, sites: Sequence[Site] = ()) -> None:
+        self.recorder, self.sites, self.lasting = recorder, list(sites), ExitStack()
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        if self.recorder is not None and module is self.sites[0].module and module.training:
+            self.lasting.enter_context(Projections(self.recorder, self.sites))
+
+    def leave(self, module: nn.Module, args: Any, out: Any) -> None:
+        self.lasting.close()
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(self), ()
