@@ -8,15 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isokron.curvature.packing import pack, unpack
-from isokron.curvature.sites import Site
 from isokron.optim import checkpoint
 from isokron.optim.adamw import AdamW
 from isokron.optim.checks import check_gradients
-from isokron.optim.fisher import State, direction, fold_, ready, refresh_, shapes
 from isokron.optim.groups import check_group, check_number, check_param, param_name
-from isokron.optim.moments import first_moment_
-from isokron.optim.observing import Recorder, choose_sites
+from isokron.optim.layers import Layers
 from isokron.optim.settings import SHARED
 
 logger = logging.getLogger(__name__)
@@ -26,15 +22,15 @@ LEAST_DAMPING, MOST_DAMPING = 1e-10, 1e4  # between which it is adapted
 
 
 class NaturalGradient(torch.optim.Optimizer):
-    """W ← W − lr·ν (F + λI)⁻¹M̂, F ≈ G ⊗ A layer by layer, M̂ the mean of gradients; rest: AdamW.
+    """W ← W − lr·ν·V, V = (F + λI)⁻¹M̂, F ≈ G ⊗ A layer by layer, M̂ the mean of gradients.
 
-    It takes the model, because A and G are made of what layers see in the passes that are made
-    anyway. `reduction`: whether the loss is the "mean" over examples, those of all passes before a
-    step, or the "sum". `every`: steps between eigendecompositions, `statistics_every`: between looks
-    at the layers, `factor_beta`: the mean's rate per look. `kl_clip` κ: ν = min(1, √(κ/(lr²⟨V, M̂⟩))).
-    `method`: "ekfac" measures eigenvalues in the basis. `layers`: patterns of names; None is all of
-    linear layers, convolutions and attention. `adapt_damping`: by the closure's loss after the step.
-    `adamw_lr`, `betas` and `eps` are AdamW's, for all other parameters. See docs/natural.md.
+    It takes the model, since A and G are made of what layers see in passes that are made anyway.
+    `reduction`: whether the loss is the "mean" over the examples of all passes before a step, or
+    their "sum". `every`: steps between eigendecompositions, `statistics_every`: between looks at
+    layers, `factor_beta`: rate of the means, per look. `kl_clip` κ: ν = min(1, √(κ / lr²⟨V, M̂⟩)).
+    `method`: "ekfac" measures eigenvalues in the bases. `layers`: patterns of names; None is all
+    linear layers, convolutions and attention. `adapt_damping`: by the closure's loss after a step.
+    `adamw_lr`, `betas`, `eps`: of AdamW, which has all other parameters. See docs/natural.md.
     """
 
     def __init__(
@@ -81,10 +77,10 @@ class NaturalGradient(torch.optim.Optimizer):
         }
         self.loss_scale = 1.0  # of a GradScaler: gradients of outputs are never unscaled by it
         self.skipped_steps = self.failed_refreshes = 0
-        self._layers = [layers] if isinstance(layers, str) else layers and list(layers)
+        several = [layers] if isinstance(layers, str) else layers
+        self._patterns = None if several is None else list(several)
         self._attach(model)
-        taken = {self._params[n] for site in self._sites for n in site.layout.params.values()}
-        named = list(model.named_parameters())
+        taken, named = self._layers.taken(), list(model.named_parameters())
         groups = [{"params": [(name, p) for name, p in named if p in taken], "lr": lr}]
         rest = [(name, p) for name, p in named if p not in taken]
         groups += [{"params": rest, "lr": adamw_lr}] if rest else []
@@ -97,17 +93,13 @@ class NaturalGradient(torch.optim.Optimizer):
 
     def _attach(self, model: nn.Module) -> None:
         """Find the layers; their hooks live as long as the optimizer does."""
-        self.model = model
-        self._params: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-        self._sites: list[Site] = choose_sites(model, self._layers)
-        self._recorder = Recorder(self._sites, self._params)
-        self._closing = weakref.finalize(self, self._recorder.__exit__)
+        self.model, self._layers = model, Layers(model, self._patterns)
+        self._closing = weakref.finalize(self, self._layers.recorder.__exit__)
         self._closing.atexit = False
-        self._known: dict[str, State] = {site.name: {} for site in self._sites}
-        self._expected: Tensor | None = None
+        self._expected: float | None = None
 
     def _bind(self) -> None:
-        """Share groups and state with the AdamW of the rest, and look if the next step is to."""
+        """Share groups and state with the AdamW of the rest, and hook what the next step needs."""
         self._rest: AdamW | None = None
         if len(self.param_groups) > 1:
             group = self.param_groups[1]
@@ -117,22 +109,20 @@ class NaturalGradient(torch.optim.Optimizer):
             self._rest.state.update(mine)
         self._arm()
 
+    def _looks(self) -> bool:
+        """Whether this step observes the layers."""
+        group = self.param_groups[0]
+        return self._closing.alive and group["steps"] % group["statistics_every"] == 0
+
     def _arm(self) -> None:
         """Hooks for a step that observes; none, and so no cost, for the others."""
-        self._recorder.__exit__()
-        group = self.param_groups[0]
-        if self._closing.alive and group["steps"] % group["statistics_every"] == 0:
-            if group["method"] == "ekfac":
-                self._recorder.bases = {
-                    name: (state["basis.output"], state.get("basis.input"))
-                    for name, state in self._known.items()
-                    if "basis.output" in state
-                }
-            self._recorder.__enter__()
+        self._layers.recorder.__exit__()
+        if self._looks():
+            self._layers.watch(self.param_groups[0]["method"] == "ekfac")
 
     def close(self) -> None:
         """Take the hooks off the model; from then on the curvature stays as it is."""
-        self._recorder.forget()
+        self._layers.recorder.forget()
         self._closing()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -146,7 +136,7 @@ class NaturalGradient(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, and what layers have shown while they were made."""
         super().zero_grad(set_to_none)
-        self._recorder.forget()
+        self._layers.recorder.forget()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -154,34 +144,36 @@ class NaturalGradient(torch.optim.Optimizer):
         group = self.param_groups[0]
         if group["adapt_damping"] and closure is None:
             raise RuntimeError(
-                "adapt_damping=True needs the loss after the step: pass a closure, or leave it False "
-                "and call update_damping(loss_before, loss_after)"
+                "adapt_damping=True needs the loss after the step: pass a closure, or leave it "
+                "False and call update_damping(loss_before, loss_after)"
             )
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         if all(param.grad is None for g in self.param_groups for param in g["params"]):
             return loss
-        seen = self._recorder.observations(group["reduction"], float(self.loss_scale))
+        seen = self._layers.recorder.observations(group["reduction"], float(self.loss_scale))
         unfit = check_gradients("NaturalGradient", self.param_groups, False) or _unfit(seen, group)
         if unfit:
             self.skipped_steps += 1
             logger.warning("skipped a step: %s", unfit)
             return loss
-        for name, means in seen.items():
-            fold_(self._known[name], means, group["factor_beta"])
+        if self._looks() or not self._closing.alive:  # else a layer that has thawed waits its turn
+            self._layers.check_seen(seen)
+        self._layers.fold_(seen, group["factor_beta"])
         self._refresh(group)
         self._move_(group)
         if self._rest is not None:
             self._rest.step()
             self.state.update(self._rest.state)
         group["steps"] += 1
-        self._show()
+        self._layers.show(self.state)
         self._arm()
-        if group["adapt_damping"] and closure is not None:
-            self._recorder.__exit__()  # this pass is no observation
+        if group["adapt_damping"] and closure is not None and loss is not None:
+            self._layers.recorder.__exit__()  # this pass is no observation
             with torch.enable_grad():
-                self.update_damping(float(loss), float(closure()))
+                after = closure()
+            self.update_damping(*(float(torch.as_tensor(x).detach()) for x in (loss, after)))
             self._arm()
         return loss
 
@@ -193,7 +185,7 @@ class NaturalGradient(torch.optim.Optimizer):
         """
         if self._expected is None:
             raise RuntimeError("update_damping needs a step before it; call step() first")
-        group, expected = self.param_groups[0], float(self._expected)
+        group, expected = self.param_groups[0], self._expected
         ratio = (after - before) / expected if expected < 0 else 0.5
         if not ratio >= 0.25:  # NaN too: the loss has left the numbers
             group["damping"] /= omega
@@ -203,106 +195,25 @@ class NaturalGradient(torch.optim.Optimizer):
         return group["damping"]
 
     def _refresh(self, group: Mapping[str, Any]) -> None:
-        """New bases where they are due: in steps 0, 1, 2, 4, 8, … up to `every`, then at its multiples."""
+        """In steps 0, 1, 2, 4, 8, … up to `every`, while little is known, then at its multiples."""
         step, every = group["steps"], group["every"]
         due = step % every == 0 or (step < every and step & (step - 1) == 0)
-        for name, state in self._known.items():
-            if "output" in state and (due or not ready(state)):
-                if not refresh_(state, group["method"] == "ekfac"):
-                    self.failed_refreshes += 1
-                    logger.warning("no eigenbasis of layer %r was found; it keeps its own", name)
+        self.failed_refreshes += self._layers.refresh_(due, group["method"] == "ekfac")
 
     def _move_(self, group: Mapping[str, Any]) -> None:
         """All directions, then their common scale, then the step."""
-        moves: list[tuple[Site, Tensor]] = []
-        slopes, actual = [], []
-        for site in self._sites:
-            found = self._direction(site, group)
-            if found is not None:
-                grad, moment, move = found
-                moves.append((site, move))
-                slopes.append((move * moment).sum().double().cpu())
-                actual.append((move * grad).sum().double().cpu())
+        moves = self._layers.moves(group)
         if not moves:
             return
-        lr, slope = float(group["lr"]), torch.stack(slopes).sum()
-        size = lr
-        if group["kl_clip"] is not None and float(slope) > 0 and lr > 0:
-            size = lr * min(1.0, float((group["kl_clip"] / (lr**2 * slope)).sqrt()))
-        self._expected = size**2 / 2 * slope - size * torch.stack(actual).sum()
-        for site, move in moves:
-            for key, value in unpack(site.layout, move).items():
-                param = self._params[site.layout.params[key]]
-                if param.grad is None:
-                    continue
-                own = param[slice(*site.layout.rows.get(key, (None,)))] if param.ndim else param
-                if group["weight_decay"]:
-                    own.mul_(1 - lr * group["weight_decay"])
-                own.sub_((value * size).to(param.dtype))
-
-    def _direction(
-        self, site: Site, group: Mapping[str, Any]
-    ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """The gradient of a layer, its debiased mean, and where to go. [B, o, i] each"""
-        state, own = self._known[site.name], site.layout.params.values()
-        params = {name: self._params[name] for name in own}
-        grads = {name: param.grad for name, param in params.items()}
-        if all(grad is None for grad in grads.values()):
-            return None
-        if not ready(state):
-            if "output" in state:
-                return None  # its first refresh failed; it waits for one that does not
-            raise RuntimeError(
-                f"layer {site.name!r} has a gradient, but no pass of it was seen; make passes in "
-                "training mode and call the layer itself, or name the other layers in `layers`"
-            )
-        known = {
-            name: torch.zeros_like(params[name]) if grad is None else grad
-            for name, grad in grads.items()
-        }
-        wide = torch.promote_types(next(iter(params.values())).dtype, torch.float32)
-        grad = pack(site.layout, known).to(wide)
-        state["step"] = state.get("step", torch.zeros(())) + 1
-        moment = grad
-        if group["momentum"] > 0:
-            mean = state.setdefault("momentum", torch.zeros_like(grad))
-            moment = first_moment_(mean, grad, group["momentum"], False, state["step"])
-        return grad, moment, direction(moment, state, group["damping"])
-
-    # Checkpoints: a layer's state stands under its first parameter.
-
-    def _home(self, site: Site) -> tuple[Tensor, str]:
-        """The parameter that holds a layer's state, and what its keys begin with where it is shared."""
-        first = self._params[next(iter(site.layout.params.values()))]
-        return first, f"{site.name.rpartition('.')[2]}." if site.layout.rows else ""
-
-    def _show(self) -> None:
-        """Let `optimizer.state` be the state of the layers."""
-        for site in self._sites:
-            param, prefix = self._home(site)
-            if state := self._known[site.name]:
-                self.state[param].update({prefix + key: value for key, value in state.items()})
-
-    def _adopt(self) -> None:
-        """Take a loaded state for the layers' own, in memory of their own."""
-        for site in self._sites:
-            param, prefix = self._home(site)
-            saved = self.state.get(param, {})
-            state = {
-                key.removeprefix(prefix): torch.as_tensor(value).clone()
-                for key, value in saved.items()
-                if key.startswith(prefix)
-            }
-            for key, shape in shapes(state, site.layout.shape).items():
-                if tuple(state[key].shape) != shape:
-                    raise ValueError(
-                        f"NaturalGradient: {key!r} of layer {site.name!r} has shape "
-                        f"{tuple(state[key].shape)} in the checkpoint and {shape} here; load it "
-                        "into the model that saved it"
-                    )
-                if shape:
-                    state[key] = state[key].to(param.device)
-            self._known[site.name] = state
+        lr = size = float(group["lr"])
+        slope = _total([(move.direction, move.moment) for move in moves])
+        if group["kl_clip"] is not None and lr**2 * slope > group["kl_clip"]:
+            size = (group["kl_clip"] / slope) ** 0.5
+        # ⟨V, (F + λI)V⟩ = ⟨V, M̂⟩: what the quadratic model says this step will change
+        falls = _total([(move.direction, move.grad) for move in moves])
+        self._expected = size**2 / 2 * slope - size * falls
+        for move in moves:
+            self._layers.write_(move, size, lr * group["weight_decay"])
 
     def state_dict(self) -> dict[str, Any]:
         """Flat keys and plain tensors; loads with weights_only=True. To be taken after a step."""
@@ -326,7 +237,7 @@ class NaturalGradient(torch.optim.Optimizer):
             handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("model", "_layers", "loss_scale", "skipped_steps", "failed_refreshes")
+        own = ("model", "_patterns", "loss_scale", "skipped_steps", "failed_refreshes")
         return {**super().__getstate__(), **{key: getattr(self, key) for key in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -336,10 +247,16 @@ class NaturalGradient(torch.optim.Optimizer):
         if "model" in state:
             self._attach(state["model"])
         checkpoint.unshield(self.state)
-        self._recorder.forget()
-        self._adopt()
-        self._show()
+        self._layers.recorder.forget()
+        self._layers.adopt(self.state)
+        self._layers.show(self.state)
         self._bind()
+
+
+def _total(pairs: list[tuple[Tensor, Tensor]]) -> float:
+    """Σ ⟨X, Y⟩, waiting once for a device."""
+    products = [(x * y).sum().double() for x, y in pairs]
+    return float(torch.stack([p.to(products[0].device) for p in products]).sum())
 
 
 def _unfit(seen: Mapping[str, Mapping[str, Tensor]], group: Mapping[str, Any]) -> str | None:
@@ -351,8 +268,8 @@ def _unfit(seen: Mapping[str, Mapping[str, Tensor]], group: Mapping[str, Any]) -
             wrong = f"inputs or gradients of layer {name!r} are not finite"
             if group["nonfinite"] == "raise":
                 raise FloatingPointError(
-                    f'NaturalGradient: {wrong}; nothing was changed. Pass nonfinite="skip" to leave '
-                    "such steps out"
+                    f"NaturalGradient: {wrong}; nothing was changed. Pass "
+                    'nonfinite="skip" to leave such steps out'
                 )
             return wrong
     return None

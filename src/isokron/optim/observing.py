@@ -1,7 +1,7 @@
 """Statistics of layers, gathered from the user's own forward and backward passes."""
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -39,35 +39,31 @@ def choose_sites(model: nn.Module, layers: Iterable[str] | str | None) -> list[S
 class Recorder(Watcher):
     """Sums over all that was seen since the last step: Σāāᵀ, Σĝĝᵀ and, in known bases, EK-FAC's Λ.
 
-    ĝ are gradients as they come, of whatever the loss is scaled by: what they are multiplied with is
-    known when all passes of a step are. `bases`: of layers whose Λ is asked for. The optimizer owns
-    this and not the reverse, so that its hooks go when it goes.
+    ĝ are gradients as they come: what they are to be multiplied with is known when all passes of a
+    step are. `bases`: of layers whose Λ is asked for. The optimizer owns this and not the reverse,
+    so that its hooks go when it goes.
     """
 
-    def __init__(self, sites: list[Site], params: Mapping[str, Tensor]) -> None:
+    def __init__(self, sites: list[Site]) -> None:
         super().__init__(sites, self._take)
-        self.params = params
         self.bases: dict[str, Bases] = {}
         self.sums: dict[str, Sums] = {}
         self.terms: dict[str, int] = {}
         self.waiting: dict[str, list[Event]] = {}
 
     def __enter__(self) -> "Recorder":
-        """Hook all layers that learn; a frozen one would cost a backward pass through it."""
+        """Hook all layers."""
         attention: dict[nn.Module, list[Site]] = {}
         for site in self.sites:
-            if not any(self.params[name].requires_grad for name in site.layout.params.values()):
-                continue
             if isinstance(site.module, nn.MultiheadAttention):
                 attention.setdefault(site.module, []).append(site)
             else:
                 hook = site.module.register_forward_hook(Hook(self, site), with_kwargs=True)
                 self.handles.append(hook)
         for module, sites in attention.items():
-            if len(sites) == len(PROJECTIONS):
-                inside = Inside(self, sites)
-                self.handles.append(module.register_forward_pre_hook(inside.enter))
-                self.handles.append(module.register_forward_hook(inside.leave, always_call=True))
+            inside = Inside(self, sites)
+            self.handles.append(module.register_forward_pre_hook(inside.enter))
+            self.handles.append(module.register_forward_hook(inside.leave, always_call=True))
         return self
 
     def forget(self) -> None:
@@ -79,8 +75,8 @@ class Recorder(Watcher):
     def observations(self, reduction: str, scale: float) -> dict[str, dict[str, Tensor]]:
         """All passes since the last step as one batch, layer by layer: means, and what they are of.
 
-        A term of the loss is an example, N in all. The loss is their mean, so that g̃ = N·ĝ, or their
-        sum: A = Σāāᵀ / `places`, G = Σg̃g̃ᵀ / `terms`, and Λ like G.
+        A term of the loss is an example, N in all. The loss is their mean, so that g̃ = N·ĝ, or
+        their sum: A = Σāāᵀ / `places`, G = Σg̃g̃ᵀ / `terms`, and Λ like G. `scale`: of the loss.
         """
         for name in list(self.waiting):  # uses whose gradient never came, and those beside them
             self._fold(name)
@@ -93,13 +89,11 @@ class Recorder(Watcher):
             places = means.pop("places", None)
             if "columns" in means:
                 means["eigenvalues"] = means.pop("columns").mT.contiguous()
-            for key, value in means.items():
-                by_place = key == "input" and places is not None
-                means[key] = value / float(places) if by_place else value * factor
             count = torch.tensor(float(terms), dtype=torch.float64)
-            means["terms"] = count
-            means["places"] = count if places is None else places.cpu()
-            found[name] = means
+            places = count if places is None else places.cpu()
+            for key, value in means.items():
+                means[key] = value / float(places) if key == "input" else value * factor
+            found[name] = {**means, "terms": count, "places": places}
         self.forget()
         return found
 
@@ -111,15 +105,15 @@ class Recorder(Watcher):
             self.calls[name] = 0
 
     def _fold(self, name: str) -> None:
-        """Uses of one weight by the same examples are positions of one; others are other examples."""
+        """Uses by as many examples are positions of these; other uses are of other examples."""
         alike: dict[int, list[Event]] = {}
         for event in self.waiting.pop(name):
             alike.setdefault(event.grads.size(1), []).append(event)
         sums = self.sums.setdefault(name, Sums())
         for events in alike.values():
             site = events[0].site
-            first = self.params[next(iter(site.layout.params.values()))]
-            uses = joined(events, torch.promote_types(first.dtype, torch.float32), None)
+            dtype = next(site.module.parameters()).dtype
+            uses = joined(events, torch.promote_types(dtype, torch.float32), None)
             self.terms[name] = self.terms.get(name, 0) + uses.grads.size(1)
             if uses.kind == "diagonal":
                 diagonal_(sums, uses, list(site.layout.params))
@@ -143,15 +137,12 @@ class Hook:
     ) -> None:
         if self.recorder is None or self.site is None or module is not self.site.module:
             return
-        if module.training and torch.is_grad_enabled():
+        if _learning(module) and torch.is_grad_enabled():
             seen = args[0] if args else next(iter(kwargs.values()))
             self.recorder.watch(self.site, seen, out)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return type(self), ()
-
-
-PROJECTIONS = ("q", "k", "v", "out_proj")
 
 
 class Inside:
@@ -161,7 +152,7 @@ class Inside:
         self.recorder, self.sites, self.lasting = recorder, list(sites), ExitStack()
 
     def enter(self, module: nn.Module, args: Any) -> None:
-        if self.recorder is not None and module is self.sites[0].module and module.training:
+        if self.recorder is not None and module is self.sites[0].module and _learning(module):
             self.lasting.enter_context(Projections(self.recorder, self.sites))
 
     def leave(self, module: nn.Module, args: Any, out: Any) -> None:
@@ -169,3 +160,8 @@ class Inside:
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return type(self), ()
+
+
+def _learning(module: nn.Module) -> bool:
+    """In training, and not frozen: watching a frozen layer costs a backward pass through it."""
+    return module.training and any(param.requires_grad for param in module.parameters())
