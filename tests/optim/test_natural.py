@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import isokron
@@ -177,6 +178,19 @@ def test_sum_and_mean_have_the_same_curvature() -> None:
         states.append(optimizer.state[model[0].weight])
     for key in ("input", "output"):
         torch.testing.assert_close(states[0][key], states[1][key], rtol=1e-10, atol=1e-14)
+
+
+def test_recomputed_and_dropped_passes_do_not_join_what_is_apart() -> None:
+    model, reference = net(), net()
+    optimizer, plain = (isokron.NaturalGradient(m, **SETTINGS) for m in (model, reference))
+    loss_of(model, 7)  # leads nowhere
+    for part in range(2):
+        inputs, labels = data(part)
+        outputs = torch.utils.checkpoint.checkpoint(model, inputs, use_reentrant=False)
+        (nn.functional.cross_entropy(outputs, labels) / 2).backward()
+    optimizer.step()
+    train(reference, plain, range(1), passes=2)
+    assert equal(model, reference)
 
 
 @pytest.mark.parametrize("mode", ["eval", "no_grad", "zero_grad"])
@@ -434,6 +448,11 @@ def test_embeddings_norms_and_attention_are_preconditioned_when_named() -> None:
         assert equal(model, twin)
         optimizer.close()
     assert nn.functional.linear is plain
+
+
+def test_a_model_without_layers_for_it_is_refused() -> None:
+    with pytest.raises(ValueError, match="no layer to precondition in Embedding"):
+        isokron.NaturalGradient(nn.Embedding(4, 2))
 
 
 def test_tied_weights_go_to_adamw() -> None:

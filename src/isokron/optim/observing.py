@@ -33,7 +33,14 @@ def choose_sites(model: nn.Module, layers: Iterable[str] | str | None) -> list[S
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(param, set()).add(name)
     tied = {name for several in names.values() if len(several) > 1 for name in several}
-    return [site for site in sites if not tied & set(site.layout.params.values())]
+    sites = [site for site in sites if not tied & set(site.layout.params.values())]
+    if not sites:
+        raise ValueError(
+            f"no layer to precondition in {type(model).__name__} with layers={layers!r}: linear "
+            "layers, convolutions and attention are by default, embeddings and norms when they are "
+            "named, weights that are tied never; use AdamW, or name layers"
+        )
+    return sites
 
 
 class Recorder(Watcher):
@@ -49,7 +56,7 @@ class Recorder(Watcher):
         self.bases: dict[str, Bases] = {}
         self.sums: dict[str, Sums] = {}
         self.terms: dict[str, int] = {}
-        self.waiting: dict[str, list[Event]] = {}
+        self.waiting: dict[str, list[tuple[int, Event]]] = {}  # with the backward pass they are of
 
     def __enter__(self) -> "Recorder":
         """Hook all layers."""
@@ -99,16 +106,17 @@ class Recorder(Watcher):
 
     def _take(self, event: Event) -> None:
         name = event.site.name
-        self.waiting.setdefault(name, []).append(event)
+        backward = torch._C._current_graph_task_id()
+        self.waiting.setdefault(name, []).append((backward, event))
         if len(self.waiting[name]) >= self.calls.get(name, 0):
             self._fold(name)
             self.calls[name] = 0
 
     def _fold(self, name: str) -> None:
-        """Uses by as many examples are positions of these; other uses are of other examples."""
-        alike: dict[int, list[Event]] = {}
-        for event in self.waiting.pop(name):
-            alike.setdefault(event.grads.size(1), []).append(event)
+        """Uses by as many examples in one pass are positions of these; others are apart."""
+        alike: dict[tuple[int, int], list[Event]] = {}
+        for backward, event in self.waiting.pop(name):
+            alike.setdefault((backward, event.grads.size(1)), []).append(event)
         sums = self.sums.setdefault(name, Sums())
         for events in alike.values():
             site = events[0].site

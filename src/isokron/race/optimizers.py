@@ -28,7 +28,7 @@ BUILT_IN: dict[str, tuple[str, tuple[float, ...]]] = {
     "katie": ("Katie", STRUCTURED_LRS),
     "quad": ("Quad", STRUCTURED_LRS),
     "skew": ("Skew", STRUCTURED_LRS),
-    "natural": ("NaturalGradient", (1e-2, 3e-2, 1e-1, 3e-1)),
+    "natural": ("NaturalGradient", STRUCTURED_LRS),
     "sign": ("SignDescent", (3e-4, 1e-3, 3e-3, 1e-2)),
 }
 
@@ -142,7 +142,10 @@ def _try(
 
     try:
         tiny = nn.Linear(2, 2)
-        ours(tiny if takes_model else [tiny.weight], lr=lr, **options)
+        if takes_model:  # names of layers are those of the task's model
+            ours(tiny, lr=lr, **{**options, "layers": None})
+        else:
+            ours([tiny.weight], lr=lr, **options)
     except TypeError as error:
         raise ValueError(_cannot(spec, ours, error)) from None
     except ValueError as error:
