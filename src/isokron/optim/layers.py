@@ -42,12 +42,11 @@ class Layers:
 
     def watch(self, correct: bool) -> None:
         """Put hooks on; `correct`: and measure Λ where there is a basis for it."""
-        if correct:
-            self.recorder.bases = {
-                name: (state["basis.output"], state.get("basis.input"))
-                for name, state in self.known.items()
-                if "basis.output" in state
-            }
+        self.recorder.bases = {
+            name: (state["basis.output"], state.get("basis.input"))
+            for name, state in self.known.items()
+            if correct and "basis.output" in state
+        }
         self.recorder.__enter__()
 
     def fold_(self, seen: Mapping[str, Mapping[str, Tensor]], beta: float) -> None:
@@ -64,7 +63,7 @@ class Layers:
                 logger.warning("no eigenbasis of layer %r was found; it keeps what it has", name)
         return failed
 
-    def check_seen(self, seen: Mapping[str, Any]) -> None:
+    def check_known(self, seen: Mapping[str, Any]) -> None:
         """Refuse, before anything changes, a gradient of a layer of which nothing is known."""
         for site in self.sites:
             if site.name in seen or self.known[site.name]:

@@ -13,6 +13,7 @@ from isokron.optim.adamw import AdamW
 from isokron.optim.checks import check_gradients
 from isokron.optim.groups import check_group, check_number, check_param, param_name
 from isokron.optim.layers import Layers
+from isokron.optim.observing import check_seen
 from isokron.optim.settings import SHARED
 
 logger = logging.getLogger(__name__)
@@ -153,13 +154,15 @@ class NaturalGradient(torch.optim.Optimizer):
         if all(param.grad is None for g in self.param_groups for param in g["params"]):
             return loss
         seen = self._layers.recorder.observations(group["reduction"], float(self.loss_scale))
-        unfit = check_gradients("NaturalGradient", self.param_groups, False) or _unfit(seen, group)
+        unfit = check_gradients("NaturalGradient", self.param_groups, False) or check_seen(
+            seen, group["nonfinite"]
+        )
         if unfit:
             self.skipped_steps += 1
             logger.warning("skipped a step: %s", unfit)
             return loss
         if self._looks() or not self._closing.alive:  # else a layer that has thawed waits its turn
-            self._layers.check_seen(seen)
+            self._layers.check_known(seen)
         self._layers.fold_(seen, group["factor_beta"])
         self._refresh(group)
         self._move_(group)
@@ -257,22 +260,6 @@ def _total(pairs: list[tuple[Tensor, Tensor]]) -> float:
     """Σ ⟨X, Y⟩, waiting once for a device."""
     products = [(x * y).sum().double() for x, y in pairs]
     return float(torch.stack([p.to(products[0].device) for p in products]).sum())
-
-
-def _unfit(seen: Mapping[str, Mapping[str, Tensor]], group: Mapping[str, Any]) -> str | None:
-    """Why what layers have shown cannot be used; raises where that is asked for."""
-    if group["nonfinite"] == "ignore":
-        return None
-    for name, means in seen.items():
-        if not all(bool(value.sum().isfinite()) for value in means.values()):
-            wrong = f"inputs or gradients of layer {name!r} are not finite"
-            if group["nonfinite"] == "raise":
-                raise FloatingPointError(
-                    f"NaturalGradient: {wrong}; nothing was changed. Pass "
-                    'nonfinite="skip" to leave such steps out'
-                )
-            return wrong
-    return None
 
 
 def _check(group: Mapping[str, Any]) -> None:

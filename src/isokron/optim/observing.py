@@ -1,7 +1,7 @@
 """Statistics of layers, gathered from the user's own forward and backward passes."""
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -129,6 +129,23 @@ class Recorder(Watcher):
             covariances_(sums, uses, site.columns)
             if name in self.bases:
                 eigenvalues_(sums, uses, self.bases[name], site.columns)
+
+
+def check_seen(seen: Mapping[str, Mapping[str, Tensor]], nonfinite: str) -> str | None:
+    """Raise for what is not finite, or say why to skip this step, as for gradients; None: step."""
+    if nonfinite == "ignore":
+        return None
+    for name, means in seen.items():
+        if all(bool(value.sum().isfinite()) for value in means.values()):
+            continue
+        wrong = f"inputs or gradients of outputs of layer {name!r} are not finite"
+        if nonfinite == "raise":
+            raise FloatingPointError(
+                f"NaturalGradient: {wrong}; nothing was changed. Look for what overflows, or pass "
+                'nonfinite="skip"'
+            )
+        return wrong
+    return None
 
 
 class Hook:
