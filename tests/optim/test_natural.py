@@ -616,6 +616,13 @@ def test_wrong_settings_are_explained(settings: dict[str, Any], message: str) ->
     assert not model[0]._forward_hooks
 
 
+def test_several_ranks_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.warns(UserWarning, match="2 ranks do not share what their layers see"):
+        isokron.NaturalGradient(net())
+
+
 def test_wrong_use_is_explained() -> None:
     model = net()
     with pytest.raises(TypeError, match=r"takes the model.*NaturalGradient\(model\)"):

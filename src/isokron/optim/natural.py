@@ -1,12 +1,13 @@
 """Natural gradient: steps along the inverse of a Kronecker-factored Fisher of every layer."""
 
 import logging
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from isokron.optim import checkpoint
 from isokron.optim.adamw import AdamW
@@ -91,6 +92,8 @@ class NaturalGradient(torch.optim.Optimizer):
             for i, param in enumerate(group["params"]):
                 check_param("NaturalGradient", param_name(group, i), param, group)
         self._bind()
+        if distributed.is_available() and distributed.is_initialized():
+            _warn_of_ranks(distributed.get_world_size())
 
     def _attach(self, model: nn.Module) -> None:
         """Find the layers; their hooks live as long as the optimizer does."""
@@ -260,6 +263,15 @@ def _total(pairs: list[tuple[Tensor, Tensor]]) -> float:
     """Σ ⟨X, Y⟩, waiting once for a device."""
     products = [(x * y).sum().double() for x, y in pairs]
     return float(torch.stack([p.to(products[0].device) for p in products]).sum())
+
+
+def _warn_of_ranks(count: int) -> None:
+    if count > 1:
+        warnings.warn(
+            f"NaturalGradient: {count} ranks do not share what their layers see, so that equal "
+            "models drift apart; keep them together yourself, or train on one rank",
+            stacklevel=3,
+        )
 
 
 def _check(group: Mapping[str, Any]) -> None:
