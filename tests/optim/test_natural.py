@@ -316,6 +316,7 @@ def test_a_copy_of_the_model_alone_is_not_observed() -> None:
     optimizer, plain = (isokron.NaturalGradient(m, **SETTINGS) for m in (model, reference))
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         loss_of(twin, 9).backward()
+        assert all(hook.recorder is None for hook in twin[0]._forward_hooks.values())
     train(reference, plain, range(1))
     loss_of(model, 0).backward()
     optimizer.step()
@@ -510,6 +511,7 @@ def test_adapted_damping_asks_the_closure_twice_and_counts_one_pass() -> None:
 
     assert optimizer.step(closure).item() == loss_of(net(), 0).item()
     assert calls == 2
+    assert not optimizer._layers.recorder.sums  # of the second pass
     train(reference, plain, range(1))
     assert equal(model, reference)
     mine, theirs = (o.state[m[0].weight] for o, m in ((optimizer, model), (plain, reference)))

@@ -149,10 +149,8 @@ def check_seen(seen: Mapping[str, Mapping[str, Tensor]], nonfinite: str) -> str 
 
 
 class Hook:
-    """A forward hook that counts passes of training, of the very module it was made for.
-
-    Copies of a model, pickled ones too, carry a hook that does nothing.
-    """
+    """A forward hook that counts passes of training. Copies of it, pickled ones too, do nothing:
+    a copy of a model has parameters of its own."""
 
     def __init__(self, recorder: Recorder | None = None, site: Site | None = None) -> None:
         self.recorder, self.site = recorder, site
@@ -160,7 +158,7 @@ class Hook:
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     ) -> None:
-        if self.recorder is None or self.site is None or module is not self.site.module:
+        if self.recorder is None or self.site is None:
             return
         if _learning(module) and torch.is_grad_enabled():
             seen = args[0] if args else next(iter(kwargs.values()))
@@ -177,7 +175,7 @@ class Inside:
         self.recorder, self.sites, self.lasting = recorder, list(sites), ExitStack()
 
     def enter(self, module: nn.Module, args: Any) -> None:
-        if self.recorder is not None and module is self.sites[0].module and _learning(module):
+        if self.recorder is not None and _learning(module):
             self.lasting.enter_context(Projections(self.recorder, self.sites))
 
     def leave(self, module: nn.Module, args: Any, out: Any) -> None:
