@@ -79,6 +79,17 @@ def test_a_factory_with_a_first_parameter_model_gets_the_model():
     assert optimizer.defaults["momentum"] == 0.5
 
 
+def test_an_optimizer_of_ours_that_takes_the_model_gets_it():
+    optimizer = resolve("natural(layers='1*',damping=0.5)").build(
+        nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), 0.25
+    )
+    assert optimizer.param_groups[0]["param_names"] == ["1.weight", "1.bias"]
+    with pytest.raises(ValueError, match="damping must be a finite number above 0"):
+        resolve("natural(damping=-1)")
+    with pytest.raises(ValueError, match=r"cannot be called: .*; its options are damping, every"):
+        resolve("natural(dampin=1)")
+
+
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_built_in_optimizers_train_every_parameter(name):
     model = nn.Sequential(nn.Embedding(5, 4), nn.LayerNorm(4), nn.Linear(4, 5))

@@ -33,8 +33,9 @@ def race(
     optimizers: Annotated[
         str,
         typer.Option(
-            help="adamw, muon, shampoo, soap, katie, quad, skew, sign, or any module:name, with "
-            "options in parentheses: muon(momentum=0.9),torch.optim:SGD(momentum=0.9).",
+            help="adamw, muon, shampoo, soap, katie, quad, skew, natural, sign, or any "
+            "module:name, with options in parentheses: "
+            "muon(momentum=0.9),torch.optim:SGD(momentum=0.9).",
             rich_help_panel=CONTENDERS,
         ),
     ] = "adamw,muon",

@@ -4,6 +4,7 @@ from isokron.optim.adamw import AdamW
 from isokron.optim.engine import Preconditioned
 from isokron.optim.katie import Katie
 from isokron.optim.muon import Muon
+from isokron.optim.natural import NaturalGradient
 from isokron.optim.quad import Quad
 from isokron.optim.routing import param_groups
 from isokron.optim.shampoo import Shampoo
@@ -16,6 +17,7 @@ __all__ = [
     "AdamW",
     "Katie",
     "Muon",
+    "NaturalGradient",
     "Preconditioned",
     "Quad",
     "Shampoo",

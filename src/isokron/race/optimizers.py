@@ -28,6 +28,7 @@ BUILT_IN: dict[str, tuple[str, tuple[float, ...]]] = {
     "katie": ("Katie", STRUCTURED_LRS),
     "quad": ("Quad", STRUCTURED_LRS),
     "skew": ("Skew", STRUCTURED_LRS),
+    "natural": ("NaturalGradient", STRUCTURED_LRS),
     "sign": ("SignDescent", (3e-4, 1e-3, 3e-3, 1e-2)),
 }
 
@@ -102,10 +103,11 @@ def resolve(spec: str) -> Entrant:
 
     ours = getattr(isokron, class_name)
     _check_options(spec, ours, options)
-    _try(spec, ours, lrs[0], options)
+    takes_model = _first_parameter(ours) == "model"
+    _try(spec, ours, lrs[0], options, takes_model)
 
     def build_ours(model: nn.Module, lr: float) -> Optimizer:
-        return ours(isokron.param_groups(model), lr=lr, **options)
+        return ours(model if takes_model else isokron.param_groups(model), lr=lr, **options)
 
     return Entrant(spec, build_ours, lrs)
 
@@ -128,13 +130,22 @@ def _check_options(spec: str, factory: Callable[..., Any], options: dict[str, An
         raise ValueError(_cannot(spec, factory, error)) from None
 
 
-def _try(spec: str, ours: Callable[..., Optimizer], lr: float, options: dict[str, Any]) -> None:
+def _try(
+    spec: str,
+    ours: Callable[..., Optimizer],
+    lr: float,
+    options: dict[str, Any],
+    takes_model: bool,
+) -> None:
     """Build it once: what the signature leaves to the engine, and every value, is checked there."""
-    import torch
     from torch import nn
 
     try:
-        ours([nn.Parameter(torch.zeros(2, 2))], lr=lr, **options)
+        tiny = nn.Linear(2, 2)
+        if takes_model:  # names of layers are those of the task's model
+            ours(tiny, lr=lr, **{**options, "layers": None})
+        else:
+            ours([tiny.weight], lr=lr, **options)
     except TypeError as error:
         raise ValueError(_cannot(spec, ours, error)) from None
     except ValueError as error:
@@ -145,5 +156,5 @@ def _cannot(spec: str, factory: Callable[..., Any], error: Exception) -> str:
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = inspect.signature(factory).parameters.values()
     names = [p.name for p in parameters if p.kind not in variable]
-    options = ", ".join(name for name in names if name not in ("params", "lr", "self"))
+    options = ", ".join(name for name in names if name not in ("params", "model", "lr", "self"))
     return f"optimizer {spec!r} cannot be called: {error}; its options are {options}"

@@ -1,0 +1,90 @@
+"""A layer's running Fisher: means that carry their weight, eigenbases, and the damped inverse.
+
+The state of a layer is a dict of tensors: `input` A, `output` G, with the weights `places` and
+`terms` they carry; `basis.` and `values.` of both sides; `eigenvalues` Λ for EK-FAC and norms.
+Martens & Grosse 1503.05671, George et al. 1806.03884.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from isokron.linalg import eigh
+from isokron.operators import KronEigen
+
+State = dict[str, Tensor]
+SIDES = ("output", "input")
+
+
+def fold_(state: State, seen: Mapping[str, Tensor], beta: float) -> None:
+    """A ← Σ w āāᵀ / Σ w, w of what was seen being 1 and of all before being multiplied by β."""
+    for count in ("places", "terms"):
+        state[count] = seen[count] + beta * state.get(count, 0.0)
+    for key, value in seen.items():
+        if key in ("places", "terms"):
+            continue
+        count = "places" if key == "input" else "terms"
+        if key in state:
+            state[key].lerp_(value, float(seen[count] / state[count]))
+        else:
+            state[key] = value
+
+
+def refresh_(state: State, correct: bool) -> bool:
+    """New eigenbases of both sides; False, and everything as it was, if they could not be found.
+
+    `correct`: Λ is carried over to the new basis as the diagonal of the operator it stands for,
+    Λ ← (Q_G'ᵀQ_G)^{⊙2} Λ (Q_AᵀQ_A')^{⊙2}, which keeps its sum. The first Λ is d_G d_Aᵀ.
+    """
+    made: State = {}
+    for side in SIDES:
+        factor = state[side]
+        if factor.ndim == 2:  # the columns of an embedding, which are apart from each other
+            made[f"values.{side}"] = factor.clone()
+            continue
+        values, basis = eigh(factor)
+        if not bool((values.sum() + basis.sum()).isfinite()):
+            return False
+        made[f"values.{side}"], made[f"basis.{side}"] = values.clamp_min(0), basis
+    if correct:
+        made["eigenvalues"] = _carried(state, made) if "eigenvalues" in state else _product(made)
+    state.update(made)
+    return True
+
+
+def ready(state: State) -> bool:
+    return "values.output" in state or ("eigenvalues" in state and "output" not in state)
+
+
+def direction(matrix: Tensor, state: State, damping: float) -> Tensor:
+    """Q_G[(Q_GᵀVQ_A) ⊘ (d_G d_Aᵀ + λ)]Q_Aᵀ, or ⊘ (Λ + λ). [B, o, i]"""
+    values = state["eigenvalues"] if "eigenvalues" in state else _product(state)
+    operator = KronEigen((state.get("basis.output"), state.get("basis.input")), values)
+    return operator.unrotate(operator.rotate(matrix) / (values + damping))
+
+
+def shapes(state: State, size: tuple[int, int, int]) -> dict[str, tuple[int, ...]]:
+    """What shape every tensor of a layer's state must have, for a matrix [B, o, i]."""
+    blocks, rows, columns = size
+    sides = {"output": (blocks, rows), "input": (blocks, columns)}
+    wanted: dict[str, tuple[int, ...]] = {"momentum": size, "eigenvalues": size}
+    for side, (_, width) in sides.items():
+        dense = state.get(side, torch.empty(0)).ndim != 2
+        wanted[side] = (blocks, width, width) if dense else (blocks, width)
+        wanted[f"basis.{side}"] = (blocks, width, width)
+        wanted[f"values.{side}"] = (blocks, width)
+    return {key: wanted.get(key, ()) for key in state}
+
+
+def _product(state: State) -> Tensor:
+    return state["values.output"][:, :, None] * state["values.input"][:, None, :]
+
+
+def _carried(state: State, made: State) -> Tensor:
+    values = state["eigenvalues"]
+    if "basis.output" in made:
+        values = (made["basis.output"].mT @ state["basis.output"]).square() @ values
+    if "basis.input" in made:
+        values = values @ (state["basis.input"].mT @ made["basis.input"]).square()
+    return values

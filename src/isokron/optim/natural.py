@@ -1,0 +1,299 @@
+"""Natural gradient: steps along the inverse of a Kronecker-factored Fisher of every layer."""
+
+import logging
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+
+from isokron.optim import checkpoint
+from isokron.optim.adamw import AdamW
+from isokron.optim.checks import check_gradients
+from isokron.optim.groups import check_group, check_number, check_param, param_name
+from isokron.optim.layers import Layers
+from isokron.optim.observing import check_seen
+from isokron.optim.settings import SHARED
+
+logger = logging.getLogger(__name__)
+
+CHOICES = {"method": ("kfac", "ekfac"), "reduction": ("mean", "sum")}
+LEAST_DAMPING, MOST_DAMPING = 1e-10, 1e4  # between which it is adapted
+
+
+class NaturalGradient(torch.optim.Optimizer):
+    """W ← W − lr·ν·V, V = (F + λI)⁻¹M̂, F ≈ G ⊗ A layer by layer, M̂ the mean of gradients.
+
+    It takes the model, since A and G are made of what layers see in passes that are made anyway.
+    `reduction`: whether the loss is the "mean" over the examples of all passes before a step, or
+    their "sum". `every`: steps between eigendecompositions, `statistics_every`: between looks at
+    layers, `factor_beta`: rate of the means, per look. `kl_clip` κ: ν = min(1, √(κ / lr²⟨V, M̂⟩)).
+    `method`: "ekfac" measures eigenvalues in the bases. `layers`: patterns of names; None is all
+    linear layers, convolutions and attention. `adapt_damping`: by the closure's loss after a step.
+    `adamw_lr`, `betas`, `eps`: of AdamW, which has all other parameters. See docs/natural.md.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float | Tensor = 1e-2,
+        *,
+        damping: float = 1e-3,
+        every: int = 10,
+        statistics_every: int = 1,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        kl_clip: float | None = 1e-3,
+        method: str = "kfac",
+        layers: Iterable[str] | str | None = None,
+        factor_beta: float = 0.95,
+        reduction: str = "mean",
+        adapt_damping: bool = False,
+        adamw_lr: float | Tensor = 3e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        nonfinite: str = "raise",
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                "NaturalGradient takes the model, whose layers it observes, got "
+                f"{type(model).__name__}; write NaturalGradient(model)"
+            )
+        own = {
+            "damping": damping,
+            "every": every,
+            "statistics_every": statistics_every,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "kl_clip": kl_clip,
+            "method": method,
+            "factor_beta": factor_beta,
+            "reduction": reduction,
+            "adapt_damping": adapt_damping,
+            "betas": betas,
+            "eps": eps,
+            "nonfinite": nonfinite,
+            "steps": 0,
+        }
+        self.loss_scale = 1.0  # of a GradScaler: gradients of outputs are never unscaled by it
+        self.skipped_steps = self.failed_refreshes = 0
+        several = [layers] if isinstance(layers, str) else layers
+        self._patterns = None if several is None else list(several)
+        self._attach(model)
+        taken, named = self._layers.taken(), list(model.named_parameters())
+        groups = [{"params": [(name, p) for name, p in named if p in taken], "lr": lr}]
+        rest = [(name, p) for name, p in named if p not in taken]
+        groups += [{"params": rest, "lr": adamw_lr}] if rest else []
+        super().__init__(groups, {**SHARED, "lr": lr, **own})
+        for group in self.param_groups:
+            _check(group)
+            for i, param in enumerate(group["params"]):
+                check_param("NaturalGradient", param_name(group, i), param, group)
+        self._bind()
+        if distributed.is_available() and distributed.is_initialized():
+            _warn_of_ranks(distributed.get_world_size())
+
+    def _attach(self, model: nn.Module) -> None:
+        """Find the layers; their hooks live as long as the optimizer does."""
+        self.model, self._layers = model, Layers(model, self._patterns)
+        self._closing = weakref.finalize(self, self._layers.recorder.__exit__)
+        self._closing.atexit = False
+        self._expected: float | None = None
+
+    def _bind(self) -> None:
+        """Share groups and state with the AdamW of the rest, and hook what the next step needs."""
+        self._rest: AdamW | None = None
+        if len(self.param_groups) > 1:
+            group = self.param_groups[1]
+            self._rest = AdamW(group["params"], lr=0.0)
+            self._rest.param_groups = [group]
+            mine = {param: self.state[param] for param in group["params"] if param in self.state}
+            self._rest.state.update(mine)
+        self._arm()
+
+    def _looks(self) -> bool:
+        """Whether this step observes the layers."""
+        group = self.param_groups[0]
+        return self._closing.alive and group["steps"] % group["statistics_every"] == 0
+
+    def _arm(self) -> None:
+        """Hooks for a step that observes; none, and so no cost, for the others."""
+        self._layers.recorder.__exit__()
+        if self._looks():
+            self._layers.watch(self.param_groups[0]["method"] == "ekfac")
+
+    def close(self) -> None:
+        """Take the hooks off the model; from then on the curvature stays as it is."""
+        self._layers.recorder.forget()
+        self._closing()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if hasattr(self, "_rest"):
+            raise RuntimeError(
+                "NaturalGradient has all parameters of its model and takes no other group; make it "
+                "anew from the larger model"
+            )
+        super().add_param_group(param_group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, and what layers have shown while they were made."""
+        super().zero_grad(set_to_none)
+        self._layers.recorder.forget()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        group = self.param_groups[0]
+        if group["adapt_damping"] and closure is None:
+            raise RuntimeError(
+                "adapt_damping=True needs the loss after the step: pass a closure, or leave it "
+                "False and call update_damping(loss_before, loss_after)"
+            )
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if all(param.grad is None for g in self.param_groups for param in g["params"]):
+            return loss
+        seen = self._layers.recorder.observations(group["reduction"], float(self.loss_scale))
+        unfit = check_gradients("NaturalGradient", self.param_groups, False) or check_seen(
+            seen, group["nonfinite"]
+        )
+        if unfit:
+            self.skipped_steps += 1
+            logger.warning("skipped a step: %s", unfit)
+            return loss
+        if self._looks() or not self._closing.alive:  # else a layer that has thawed waits its turn
+            self._layers.check_known(seen)
+        self._layers.fold_(seen, group["factor_beta"])
+        self._refresh(group)
+        self._move_(group)
+        if self._rest is not None:
+            self._rest.step()
+            self.state.update(self._rest.state)
+        group["steps"] += 1
+        self._layers.show(self.state)
+        self._arm()
+        if group["adapt_damping"] and closure is not None and loss is not None:
+            self._layers.recorder.__exit__()  # this pass is no observation
+            with torch.enable_grad():
+                after = closure()
+            self.update_damping(*(float(torch.as_tensor(x).detach()) for x in (loss, after)))
+            self._arm()
+        return loss
+
+    def update_damping(self, before: float, after: float, omega: float = 0.95) -> float:
+        """Levenberg–Marquardt: λ ← ωλ where the quadratic model has held, λ/ω where it has not.
+
+        ρ = (after − before) / (½δᵀ(F+λI)δ + ∇ᵀδ), both losses of the batch of the last step;
+        ρ > ¾: ωλ, ρ < ¼: λ/ω. Steps of AdamW and weight decay are not in the model.
+        """
+        if self._expected is None:
+            raise RuntimeError("update_damping needs a step before it; call step() first")
+        group, expected = self.param_groups[0], self._expected
+        ratio = (after - before) / expected if expected < 0 else 0.5
+        if not ratio >= 0.25:  # NaN too: the loss has left the numbers
+            group["damping"] /= omega
+        elif ratio > 0.75:
+            group["damping"] *= omega
+        group["damping"] = min(max(group["damping"], LEAST_DAMPING), MOST_DAMPING)
+        return group["damping"]
+
+    def _refresh(self, group: Mapping[str, Any]) -> None:
+        """In steps 0, 1, 2, 4, 8, … up to `every`, while little is known, then at its multiples."""
+        step, every = group["steps"], group["every"]
+        due = step % every == 0 or (step < every and step & (step - 1) == 0)
+        self.failed_refreshes += self._layers.refresh_(due, group["method"] == "ekfac")
+
+    def _move_(self, group: Mapping[str, Any]) -> None:
+        """All directions, then their common scale, then the step."""
+        moves = self._layers.moves(group)
+        if not moves:
+            return
+        lr = size = float(group["lr"])
+        slope = _total([(move.direction, move.moment) for move in moves])
+        if group["kl_clip"] is not None and lr**2 * slope > group["kl_clip"]:
+            size = (group["kl_clip"] / slope) ** 0.5
+        # ⟨V, (F + λI)V⟩ = ⟨V, M̂⟩: what the quadratic model says this step will change
+        falls = _total([(move.direction, move.grad) for move in moves])
+        self._expected = size**2 / 2 * slope - size * falls
+        for move in moves:
+            self._layers.write_(move, size, lr * group["weight_decay"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Flat keys and plain tensors; loads with weights_only=True. To be taken after a step."""
+        packed = super().state_dict()
+        packed["state"] = {
+            index: {key: v.clone() if key == "step" else v for key, v in entry.items()}
+            for index, entry in packed["state"].items()
+        }
+        return packed
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Resume from a state dict, to the bit."""
+        handle = self.register_load_state_dict_pre_hook(checkpoint.shield)
+        before = {"state": self.state, "param_groups": self.param_groups}
+        try:
+            super().load_state_dict(dict(state_dict))
+        except Exception:
+            self.__setstate__(before)
+            raise
+        finally:
+            handle.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("model", "_patterns", "loss_scale", "skipped_steps", "failed_refreshes")
+        return {**super().__getstate__(), **{key: getattr(self, key) for key in own}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Called by unpickling, by copying and by torch's load_state_dict."""
+        super().__setstate__(state)
+        self.defaults.pop("differentiable", None)  # torch adds it; no group here has a use for it
+        if "model" in state:
+            self._attach(state["model"])
+        checkpoint.unshield(self.state)
+        self._layers.recorder.forget()
+        self._layers.adopt(self.state)
+        self._layers.show(self.state)
+        self._bind()
+
+
+def _total(pairs: list[tuple[Tensor, Tensor]]) -> float:
+    """Σ ⟨X, Y⟩, waiting once for a device."""
+    products = [(x * y).sum().double() for x, y in pairs]
+    return float(torch.stack([p.to(products[0].device) for p in products]).sum())
+
+
+def _warn_of_ranks(count: int) -> None:
+    if count > 1:
+        warnings.warn(
+            f"NaturalGradient: {count} ranks do not share what their layers see, so that equal "
+            "models drift apart; keep them together yourself, or train on one rank",
+            stacklevel=3,
+        )
+
+
+def _check(group: Mapping[str, Any]) -> None:
+    check_group("NaturalGradient", group)
+    check_number("NaturalGradient", "damping", group["damping"], "above 0")
+    if group["kl_clip"] is not None:
+        check_number("NaturalGradient", "kl_clip", group["kl_clip"], "above 0")
+    for name, choices in CHOICES.items():
+        if group[name] not in choices:
+            raise ValueError(
+                f"NaturalGradient: {name} must be one of {', '.join(map(repr, choices))}, got "
+                f"{name}={group[name]!r}"
+            )
+    every = group["statistics_every"]
+    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        raise ValueError(
+            "NaturalGradient: statistics_every must be a whole number of at least 1, got "
+            f"statistics_every={every!r}"
+        )
+    beta = group["factor_beta"]
+    if not isinstance(beta, float | int) or not 0 <= beta <= 1:
+        raise ValueError(
+            "NaturalGradient: factor_beta must be at least 0 and at most 1, got "
+            f"factor_beta={beta!r}"
+        )

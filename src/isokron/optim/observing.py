@@ -1,0 +1,190 @@
+"""Statistics of layers, gathered from the user's own forward and backward passes."""
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isokron.curvature.capture import Event, Projections, Watcher
+from isokron.curvature.sites import Site, find_sites
+from isokron.curvature.statistics import (
+    Sums,
+    covariances_,
+    diagonal_,
+    eigenvalues_,
+    joined,
+    mirrored,
+)
+
+Bases = tuple[Tensor | None, Tensor | None]
+
+
+def choose_sites(model: nn.Module, layers: Iterable[str] | str | None) -> list[Site]:
+    """The layers named, or all with dense inputs; none whose parameters another layer has too."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # what has no known type goes to AdamW
+        sites = find_sites(model, layers)
+    if layers is None:
+        sites = [site for site in sites if site.view.kind == "dense"]
+    names: dict[Tensor, set[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(param, set()).add(name)
+    tied = {name for several in names.values() if len(several) > 1 for name in several}
+    sites = [site for site in sites if not tied & set(site.layout.params.values())]
+    if not sites:
+        raise ValueError(
+            f"no layer to precondition in {type(model).__name__} with layers={layers!r}: linear "
+            "layers, convolutions and attention are by default, embeddings and norms when they are "
+            "named, weights that are tied never; use AdamW, or name layers"
+        )
+    return sites
+
+
+class Recorder(Watcher):
+    """Sums over all that was seen since the last step: Σāāᵀ, Σĝĝᵀ and, in known bases, EK-FAC's Λ.
+
+    ĝ are gradients as they come: what they are to be multiplied with is known when all passes of a
+    step are. `bases`: of layers whose Λ is asked for. The optimizer owns this and not the reverse,
+    so that its hooks go when it goes.
+    """
+
+    def __init__(self, sites: list[Site]) -> None:
+        super().__init__(sites, self._take)
+        self.bases: dict[str, Bases] = {}
+        self.sums: dict[str, Sums] = {}
+        self.terms: dict[str, int] = {}
+        self.waiting: dict[str, list[tuple[int, Event]]] = {}  # with the backward pass they are of
+
+    def __enter__(self) -> "Recorder":
+        """Hook all layers."""
+        attention: dict[nn.Module, list[Site]] = {}
+        for site in self.sites:
+            if isinstance(site.module, nn.MultiheadAttention):
+                attention.setdefault(site.module, []).append(site)
+            else:
+                hook = site.module.register_forward_hook(Hook(self, site), with_kwargs=True)
+                self.handles.append(hook)
+        for module, sites in attention.items():
+            inside = Inside(self, sites)
+            self.handles.append(module.register_forward_pre_hook(inside.enter))
+            self.handles.append(module.register_forward_hook(inside.leave, always_call=True))
+        return self
+
+    def forget(self) -> None:
+        """Drop what was seen, as gradients are dropped. Passes under way are still counted."""
+        self.sums.clear()
+        self.terms.clear()
+        self.waiting.clear()
+
+    def observations(self, reduction: str, scale: float) -> dict[str, dict[str, Tensor]]:
+        """All passes since the last step as one batch, layer by layer: means, and what they are of.
+
+        A term of the loss is an example, N in all. The loss is their mean, so that g̃ = N·ĝ, or
+        their sum: A = Σāāᵀ / `places`, G = Σg̃g̃ᵀ / `terms`, and Λ like G. `scale`: of the loss.
+        """
+        for name in list(self.waiting):  # uses whose gradient never came, and those beside them
+            self._fold(name)
+        self.calls.clear()
+        found = {}
+        for name, sums in self.sums.items():
+            terms = self.terms[name]
+            factor = ((terms if reduction == "mean" else 1) / scale) ** 2 / terms
+            means = mirrored(sums)
+            places = means.pop("places", None)
+            if "columns" in means:
+                means["eigenvalues"] = means.pop("columns").mT.contiguous()
+            count = torch.tensor(float(terms), dtype=torch.float64)
+            places = count if places is None else places.cpu()
+            for key, value in means.items():
+                means[key] = value / float(places) if key == "input" else value * factor
+            found[name] = {**means, "terms": count, "places": places}
+        self.forget()
+        return found
+
+    def _take(self, event: Event) -> None:
+        name = event.site.name
+        backward = torch._C._current_graph_task_id()
+        self.waiting.setdefault(name, []).append((backward, event))
+        if len(self.waiting[name]) >= self.calls.get(name, 0):
+            self._fold(name)
+            self.calls[name] = 0
+
+    def _fold(self, name: str) -> None:
+        """Uses by as many examples in one pass are positions of these; others are apart."""
+        alike: dict[tuple[int, int], list[Event]] = {}
+        for backward, event in self.waiting.pop(name):
+            alike.setdefault((backward, event.grads.size(1)), []).append(event)
+        sums = self.sums.setdefault(name, Sums())
+        for events in alike.values():
+            site = events[0].site
+            dtype = next(site.module.parameters()).dtype
+            uses = joined(events, torch.promote_types(dtype, torch.float32), None)
+            self.terms[name] = self.terms.get(name, 0) + uses.grads.size(1)
+            if uses.kind == "diagonal":
+                diagonal_(sums, uses, list(site.layout.params))
+                continue
+            covariances_(sums, uses, site.columns)
+            if name in self.bases:
+                eigenvalues_(sums, uses, self.bases[name], site.columns)
+
+
+def check_seen(seen: Mapping[str, Mapping[str, Tensor]], nonfinite: str) -> str | None:
+    """Raise for what is not finite, or say why to skip this step, as for gradients; None: step."""
+    if nonfinite == "ignore":
+        return None
+    for name, means in seen.items():
+        if all(bool(value.sum().isfinite()) for value in means.values()):
+            continue
+        wrong = f"inputs or gradients of outputs of layer {name!r} are not finite"
+        if nonfinite == "raise":
+            raise FloatingPointError(
+                f"NaturalGradient: {wrong}; nothing was changed. Look for what overflows, or pass "
+                'nonfinite="skip"'
+            )
+        return wrong
+    return None
+
+
+class Hook:
+    """A forward hook that counts passes of training. Copies of it, pickled ones too, do nothing:
+    a copy of a model has parameters of its own."""
+
+    def __init__(self, recorder: Recorder | None = None, site: Site | None = None) -> None:
+        self.recorder, self.site = recorder, site
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> None:
+        if self.recorder is None or self.site is None:
+            return
+        if _learning(module) and torch.is_grad_enabled():
+            seen = args[0] if args else next(iter(kwargs.values()))
+            self.recorder.watch(self.site, seen, out)
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(self), ()
+
+
+class Inside:
+    """Hooks around nn.MultiheadAttention, which see the products it makes, and no others."""
+
+    def __init__(self, recorder: Recorder | None = None, sites: Sequence[Site] = ()) -> None:
+        self.recorder, self.sites, self.lasting = recorder, list(sites), ExitStack()
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        if self.recorder is not None and _learning(module):
+            self.lasting.enter_context(Projections(self.recorder, self.sites))
+
+    def leave(self, module: nn.Module, args: Any, out: Any) -> None:
+        self.lasting.close()
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(self), ()
+
+
+def _learning(module: nn.Module) -> bool:
+    """In training, and not frozen: watching a frozen layer costs a backward pass through it."""
+    return module.training and any(param.requires_grad for param in module.parameters())
