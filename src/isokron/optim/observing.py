@@ -60,6 +60,7 @@ class Recorder(Watcher):
 
     def __enter__(self) -> "Recorder":
         """Hook all layers."""
+        self.on = True
         attention: dict[nn.Module, list[Site]] = {}
         for site in self.sites:
             if isinstance(site.module, nn.MultiheadAttention):
