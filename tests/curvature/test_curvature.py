@@ -1,5 +1,6 @@
 """What is done with fitted curvature: damped powers, products, files, and what is refused."""
 
+import errno
 import json
 import math
 import os
@@ -173,6 +174,22 @@ def test_a_kill_while_saving_leaves_the_old_or_the_new(tmp_path: Path) -> None:
             os.kill(process.pid, signal.SIGKILL)
             process.wait()
         assert Curvature.load(tmp_path).layers["0"].method in ("kfac", "ekfac")
+
+
+def test_a_full_disk_leaves_the_old_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fitted("kfac")[1].save(tmp_path)
+    before = sorted(tmp_path.iterdir())
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        fitted("ekfac")[1].save(tmp_path)
+    assert sorted(tmp_path.iterdir()) == before
+    assert Curvature.load(tmp_path).layers["0"].method == "kfac"
 
 
 def test_a_checkpoint_that_does_not_fit_is_refused_by_layer_and_both_sides(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from isokron.curvature.packing import Layout, pack, put_
-from isokron.linalg import eigh
+from isokron.linalg import eigh, lift
 from isokron.operators import Dense, Diagonal, Kron, KronEigen
 
 Operator = Kron | KronEigen
@@ -252,8 +252,8 @@ def _lifted(values: Tensor, most: float | None) -> tuple[Tensor, int]:
     values = values.clamp_min(0)
     if most is None:
         return values, 0
-    least = values.flatten(1).amax(1).view(-1, *[1] * (values.ndim - 1)) / most
-    return values.maximum(least), int((values < least).sum())
+    found = lift(values.flatten(1), most)
+    return found.values.view_as(values), int(found.lifted.sum())
 
 
 def _check_apart(layers: list[Layer]) -> None:

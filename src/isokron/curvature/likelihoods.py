@@ -158,3 +158,26 @@ def _wide(outputs: Tensor) -> Tensor:
 def _called(likelihood: Likelihood, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
     outputs, targets = likelihood.forward(model, batch)
     return likelihood.terms(outputs, targets), likelihood.weights(targets)
+
+
+def terms_and_weights(result: Any) -> tuple[Tensor, Tensor]:
+    """Losses and weights, of what a user's loss has returned."""
+    if isinstance(result, tuple) and len(result) != 2:
+        raise ValueError(f"loss must return terms, or terms and weights, got {len(result)} things")
+    terms, weights = result if isinstance(result, tuple) else (result, None)
+    if not isinstance(terms, Tensor) or terms.ndim == 0:
+        raise ValueError(
+            "loss must return one loss a term, a tensor of at least one dimension, got "
+            f"{'a scalar' if isinstance(terms, Tensor) else type(terms).__name__}; use "
+            "reduction='none', so that the number of terms is known"
+        )
+    if weights is None:
+        return terms, torch.ones_like(terms, requires_grad=False)
+    if weights.shape != terms.shape:
+        raise ValueError(
+            f"loss must return weights in the shape of its terms {tuple(terms.shape)}, got "
+            f"{tuple(weights.shape)}"
+        )
+    if not bool((weights >= 0).all()):
+        raise ValueError(f"weights of loss terms must be at least 0, got {float(weights.min())}")
+    return terms, weights.to(terms.dtype)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vjp
 
-from isokron.curvature.likelihoods import Likelihood, Loss
+from isokron.curvature.likelihoods import Likelihood, Loss, terms_and_weights
 
 Tangent = Mapping[str, Tensor]
 
@@ -23,7 +23,7 @@ def hessian_vector_product(
 
     def product(called: Callable[..., Any], params: Tangent, batch: Any) -> tuple[Any, float]:
         def total(own: Tangent) -> Tensor:
-            terms, weights = _weighted(loss(called(own), batch))
+            terms, weights = terms_and_weights(loss(called(own), batch))
             return (terms * weights).sum()
 
         return jvp(grad(total), (params,), (dict(tangent),))[1], _count(loss(called(params), batch))
@@ -38,7 +38,7 @@ def fisher_vector_product(
 
     def product(called: Callable[..., Any], params: Tangent, batch: Any) -> tuple[Any, float]:
         def losses(own: Tangent) -> Tensor:
-            terms, weights = _weighted(loss(called(own), batch))
+            terms, weights = terms_and_weights(loss(called(own), batch))
             return (terms * weights).flatten(1).sum(1) if terms.ndim > 1 else terms * weights
 
         along = jvp(losses, (params,), (dict(tangent),))[1]
@@ -99,10 +99,5 @@ def _mean(
     return {name: value / terms for name, value in sums.items()}
 
 
-def _weighted(result: Any) -> tuple[Tensor, Tensor]:
-    terms, weights = result if isinstance(result, tuple) else (result, None)
-    return terms, torch.ones_like(terms) if weights is None else weights.to(terms.dtype)
-
-
 def _count(result: Any) -> float:
-    return float(_weighted(result)[1].sum())
+    return float(terms_and_weights(result)[1].sum())

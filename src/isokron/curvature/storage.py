@@ -151,8 +151,12 @@ def _layout(record: dict[str, Any]) -> Layout:
 def _replace(path: Path, content: bytes) -> None:
     """Write a file so that it is there whole or not at all."""
     passing = path.with_name(f".{path.name}.{os.getpid()}")
-    with passing.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    passing.replace(path)
+    try:
+        with passing.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        passing.replace(path)
+    except OSError:
+        passing.unlink(missing_ok=True)
+        raise

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from isokron.jax.checks import check_choice
+from isokron.jax.descent import descend
 from isokron.jax.grafting import graft as grafted
 from isokron.jax.moments import bias, mixed
 from isokron.jax.preconditioned import Method, scale_by_preconditioned
@@ -95,14 +96,7 @@ def katie(
 
     `weight_decay_mask`: a tree of flags, or a function of the parameters: which of them decay.
     """
-    settings = dict(locals())
-    for name in ("learning_rate", "weight_decay", "weight_decay_mask"):
-        del settings[name]
-    return optax.chain(
-        scale_by_katie(**settings),
-        optax.add_decayed_weights(weight_decay, weight_decay_mask),
-        optax.scale_by_learning_rate(learning_rate),
-    )
+    return descend(scale_by_katie, locals())
 
 
 def _init(rows: int, shape: tuple[int, ...], dtype: Any, group: Group) -> State:

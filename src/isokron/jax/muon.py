@@ -8,6 +8,7 @@ import jax
 import optax
 
 from isokron.jax.checks import check_choice
+from isokron.jax.descent import descend
 from isokron.jax.polar import newton_schulz
 from isokron.jax.preconditioned import Method, scale_by_preconditioned
 from isokron.jax.settings import Static, check_floating, settled
@@ -67,14 +68,7 @@ def muon(
 
     `weight_decay_mask`: a tree of flags, or a function of the parameters: which of them decay.
     """
-    settings = dict(locals())
-    for name in ("learning_rate", "weight_decay", "weight_decay_mask"):
-        del settings[name]
-    return optax.chain(
-        scale_by_muon(**settings),
-        optax.add_decayed_weights(weight_decay, weight_decay_mask),
-        optax.scale_by_learning_rate(learning_rate),
-    )
+    return descend(scale_by_muon, locals())
 
 
 def _direction(

@@ -10,6 +10,7 @@ import optax
 
 from isokron.exponents import Exponent, check_root, exponents
 from isokron.jax.checks import check_choice
+from isokron.jax.descent import descend
 from isokron.jax.eigen import eigh, offdiagonal
 from isokron.jax.preconditioned import Method, scale_by_preconditioned
 from isokron.jax.roots import inverse_power, inverse_root
@@ -102,14 +103,7 @@ def shampoo(
 
     `weight_decay_mask`: a tree of flags, or a function of the parameters: which of them decay.
     """
-    settings = dict(locals())
-    for name in ("learning_rate", "weight_decay", "weight_decay_mask"):
-        del settings[name]
-    return optax.chain(
-        scale_by_shampoo(**settings),
-        optax.add_decayed_weights(weight_decay, weight_decay_mask),
-        optax.scale_by_learning_rate(learning_rate),
-    )
+    return descend(scale_by_shampoo, locals())
 
 
 def _check(group: Group) -> None:

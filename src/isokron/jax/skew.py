@@ -4,6 +4,7 @@ from typing import Any
 
 import optax
 
+from isokron.jax.descent import descend
 from isokron.jax.factors import SKEW
 from isokron.jax.transform import scale_by_white_kron
 
@@ -65,11 +66,4 @@ def skew(
 
     `weight_decay_mask`: a tree of flags, or a function of the parameters: which of them decay.
     """
-    settings = dict(locals())
-    for name in ("learning_rate", "weight_decay", "weight_decay_mask"):
-        del settings[name]
-    return optax.chain(
-        scale_by_skew(**settings),
-        optax.add_decayed_weights(weight_decay, weight_decay_mask),
-        optax.scale_by_learning_rate(learning_rate),
-    )
+    return descend(scale_by_skew, locals())

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from isokron.jax.checks import check_choice
+from isokron.jax.descent import descend
 from isokron.jax.eigen import eigenbasis, follow, offdiagonal
 from isokron.jax.moments import bias, filtered, first_moment, mixed
 from isokron.jax.preconditioned import Method, scale_by_preconditioned
@@ -90,14 +91,7 @@ def soap(
 
     `weight_decay_mask`: a tree of flags, or a function of the parameters: which of them decay.
     """
-    settings = dict(locals())
-    for name in ("learning_rate", "weight_decay", "weight_decay_mask"):
-        del settings[name]
-    return optax.chain(
-        scale_by_soap(**settings),
-        optax.add_decayed_weights(weight_decay, weight_decay_mask),
-        optax.scale_by_learning_rate(learning_rate),
-    )
+    return descend(scale_by_soap, locals())
 
 
 def _init(rows: int, shape: tuple[int, ...], dtype: Any, group: Group) -> State:

@@ -105,9 +105,9 @@ def learned(
             moved = learner.move_diagonal(factor, 1 - rate * (squares - seen.size(2)))
         else:
             gram = symmetric_product(seen, seen.mT)
-            fixed = probes(factor.size(1))
-            bound = _grown(lipschitz, norm_bound(gram, scale, fixed) + seen.size(2))
-            moved = learner.move_dense(factor, Pull(seen, gram, learner.pace * plr / bound), fixed)
+            starts = probes(factor.size(1))
+            bound = _grown(lipschitz, norm_bound(gram, scale, starts) + seen.size(2))
+            moved = learner.move_dense(factor, Pull(seen, gram, learner.pace * plr / bound), starts)
         moved.clamp_(-limit, limit)
         if not usual:
             moved = torch.where(shown.view(-1, *[1] * (factor.ndim - 1)), moved, factor)

@@ -1,0 +1,179 @@
+"""Passes over data that show what layers see, and leave the model as it was."""
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isokron.curvature.capture import Event, Watcher
+from isokron.curvature.likelihoods import Likelihood, Loss, terms_and_weights
+from isokron.curvature.sites import Site
+from isokron.curvature.statistics import Uses, joined
+
+Fold = Callable[[Site, Uses], None]
+
+
+class Passes:
+    """Passes over the data, the same each time: drawn labels included."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Iterable[Any],
+        loss: Loss | Likelihood,
+        fisher: str,
+        dtype: torch.dtype,
+        seed: int,
+        sites: list[Site],
+        batch_dim: int,
+    ) -> None:
+        self.model, self.batches, self.loss, self.fisher = model, batches, loss, fisher
+        self.dtype, self.seed, self.sites, self.batch_dim = dtype, seed, sites, batch_dim
+        self.count, self.warned = 0.0, False
+        self.shape: tuple[int | None, int] = None, 0  # examples, if they are known, and terms
+        self.device = next(model.parameters()).device.type
+        self.counted: Tensor | None = None
+        self.waiting: dict[str, list[Event]] = {}
+
+    def over(self, fold: Fold, after: Callable[[], None] = lambda: None) -> float:
+        """Give every layer's uses in every pass to `fold`; how many loss terms there were.
+
+        `after`: called at the end of a batch, which may have had many passes back.
+        """
+        generator = torch.Generator().manual_seed(self.seed)
+        terms, seen, mixed = 0.0, set[str](), set[str]()
+
+        def sink(event: Event) -> None:
+            name = event.site.name
+            seen.add(name)
+            if self._mixes(*event.grads.shape[1:3]):
+                mixed.add(name)
+            events = self.waiting.setdefault(name, [])
+            events.append(event)
+            if len(events) >= watcher.calls[name]:
+                self._fold(fold, self.waiting.pop(name))
+
+        watcher = Watcher(self.sites, sink, self.batch_dim)
+        with _frozen(self.model), torch.enable_grad():
+            for batch in self.batches:
+                watcher.calls.clear()
+                with watcher:
+                    for total, again in self._losses(batch, generator):
+                        if not self.count:  # nothing to go back from, and maybe no example at all
+                            break
+                        _backward(total, again)
+                        # fewer gradients than uses: some were computed twice, or led nowhere
+                        for events in self.waiting.values():
+                            self._fold(fold, events)
+                        self.waiting.clear()
+                with self.plain():
+                    after()
+                terms += self.count
+        if mixed and not self.warned:
+            self.warned = True
+            warnings.warn(
+                f"{', '.join(sorted(mixed))} had fewer inputs than the batch has examples, as for "
+                "positions that all examples share: its gradients come summed over examples, and "
+                "its curvature is wrong; give it an input for each, or leave it out of `layers`",
+                stacklevel=3,
+            )
+        if terms == 0:
+            raise ValueError("batches must hold at least one loss term that counts, got none")
+        missing = [site.name for site in self.sites if site.name not in seen]
+        if missing:
+            raise ValueError(
+                f"no gradient ever came to {', '.join(missing)}; name in `layers` only layers that "
+                "the loss uses"
+            )
+        return terms
+
+    @contextmanager
+    def plain(self) -> Iterator[None]:
+        """Statistics are no part of what the user has put under autocast."""
+        with torch.no_grad(), torch.autocast(self.device, enabled=False):
+            yield
+
+    def _fold(self, fold: Fold, events: list[Event]) -> None:
+        with self.plain():
+            fold(events[0].site, joined(events, self.dtype, self.counted))
+
+    def _losses(self, batch: Any, generator: torch.Generator) -> Iterator[tuple[Tensor, bool]]:
+        """What to go back from, and whether it is not the last of its graph."""
+        loss = self.loss
+        if not isinstance(loss, Likelihood):
+            terms, weights = terms_and_weights(loss(self.model, batch))
+            self._count(weights)
+            yield (terms * weights.sqrt()).sum(), False
+            return
+        outputs, targets = loss.forward(self.model, batch)
+        weights = loss.weights(targets)
+        self._count(weights)
+        fixed = outputs.detach()
+        if self.fisher == "exact":
+            for part in _places(weights, self.batch_dim):
+                for root in loss.roots(fixed):
+                    yield (outputs * root * part.sqrt().to(root.dtype).unsqueeze(-1)).sum(), True
+            return
+        if self.fisher == "sampled":
+            uniform = torch.rand(loss.drawn(fixed), generator=generator, dtype=torch.float64)
+            targets = loss.draw(fixed, uniform.to(fixed.device))
+        terms, weights = terms_and_weights((loss.terms(outputs, targets), weights))
+        yield (terms * weights.sqrt()).sum(), False
+
+    def _mixes(self, examples: int, places: int) -> bool:
+        """Whether a layer that saw this many shares an input among examples of the batch."""
+        those, terms = self.shape
+        if those is None or examples == those:
+            return False
+        return examples < those or examples * places < terms
+
+    def _count(self, weights: Tensor) -> None:
+        """Remember how many terms count, and which: examples first."""
+        self.count = float(weights.sum())
+        # of one dimension, terms may be those of all positions of all examples
+        examples = weights.size(self.batch_dim) if weights.ndim > 1 else None
+        self.shape = examples, weights.numel()
+        counted = weights > 0
+        if bool(counted.all()):
+            self.counted = None
+        else:
+            self.counted = counted.movedim(self.batch_dim, 0) if counted.ndim > 1 else counted
+
+
+def _places(weights: Tensor, batch_dim: int) -> Iterator[Tensor]:
+    """Weights of one term an example at a time: labels of others are independent of its own."""
+    if weights.ndim == 1:
+        yield weights
+        return
+    first = weights.movedim(batch_dim, 0)
+    flat = first.reshape(len(first), -1)
+    for place in range(flat.size(1)):
+        if bool(flat[:, place].any()):
+            part = torch.zeros_like(flat)
+            part[:, place] = flat[:, place]
+            yield part.view(first.shape).movedim(0, batch_dim)
+
+
+def _backward(total: Tensor, again: bool = False) -> None:
+    if not total.requires_grad:
+        raise ValueError(
+            "the loss does not depend on any of the layers observed; name in `layers` those that "
+            "it uses"
+        )
+    total.backward(retain_graph=again)
+
+
+@contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """No gradient of a parameter is computed: outputs of layers are all that is asked for."""
+    learned = [param for param in model.parameters() if param.requires_grad]
+    for param in learned:
+        param.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for param in learned:
+            param.requires_grad_(True)
