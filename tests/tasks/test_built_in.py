@@ -51,6 +51,14 @@ def test_untrained_loss_is_near_the_uniform_guess_and_one_per_example(task):
     assert losses.mean().item() == pytest.approx(torch.tensor(classes).log().item(), rel=0.15)
 
 
+def test_loss_is_the_mean_cross_entropy_of_the_logits_of_an_example(task):
+    torch.manual_seed(0)
+    model, batch = task.model(), task.train.batch(torch.arange(8))
+    scores, targets = task.logits(model, batch)
+    terms = -scores.log_softmax(-1).gather(-1, targets[..., None])
+    torch.testing.assert_close(task.losses(model, batch), terms.flatten(1).mean(1))
+
+
 def test_model_depends_on_the_seed_only(task):
     weights = []
     for seed in (1, 1, 2):

@@ -74,3 +74,8 @@ def test_a_loss_that_is_no_tensor_is_refused():
 def test_a_model_in_place_of_a_function_that_makes_one_is_refused():
     with pytest.raises(TypeError, match=r"a fresh one: model=lambda: MyModel"):
         toy(model=nn.Linear(2, 1))
+
+
+def test_logits_that_are_no_function_are_refused_with_the_remedy():
+    with pytest.raises(TypeError, match=r"logits must be callable or None, got Tensor; pass"):
+        toy(logits=torch.zeros(3))

@@ -49,13 +49,19 @@ def image_task(
         batch_size=64,
         unit="cross-entropy",
         sample=lambda model: predictions(model, evaluation),
+        logits=scores,
     )
+
+
+def scores(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Of the classes [n, 10], and the labels [n]."""
+    images, labels = batch
+    return model(images), labels
 
 
 def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
     """−log p(label), per image."""
-    images, labels = batch
-    return F.cross_entropy(model(images), labels, reduction="none")
+    return F.cross_entropy(*scores(model, batch), reduction="none")
 
 
 @torch.no_grad()

@@ -34,6 +34,7 @@ def speeches(size: str) -> Task:
         batch_size=16,
         unit="nats per byte",
         sample=lambda model: write(model, "Fellow-Citizens of the Senate: "),
+        logits=next_byte_scores,
     )
 
 
@@ -48,12 +49,16 @@ def windows(text: str, context: int) -> Tensor:
     return data.unfold(0, context + 1, context)
 
 
-def next_byte_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Mean over a window of −log p(next byte | bytes before), per window."""
+def next_byte_scores(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Of every next byte [n, context, 256], and the bytes that did come [n, context]."""
     (window,) = batch
     tokens = window.long()
-    inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    scores = model(inputs)  # [n, context, 256]
+    return model(tokens[:, :-1]), tokens[:, 1:]
+
+
+def next_byte_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Mean over a window of −log p(next byte | bytes before), per window."""
+    scores, targets = next_byte_scores(model, batch)
     losses = F.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="none")
     return losses.view_as(targets).mean(1)
 

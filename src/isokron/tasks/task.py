@@ -53,6 +53,9 @@ class Task:
     loss: one loss per example, shape [n], for a batch of n.
     unit: what the loss measures, for labels.
     sample: shows in words what a trained model does.
+    logits: where the loss is a cross-entropy, scores of classes, in the last dimension, and their
+    integer targets, −100 where none counts. The curvature of one prediction, and labels drawn from
+    the model, can be had of these only.
     """
 
     name: str
@@ -63,6 +66,7 @@ class Task:
     batch_size: int
     unit: str = "loss"
     sample: Callable[[nn.Module], str] | None = None
+    logits: Callable[[nn.Module, Batch], tuple[Tensor, Tensor]] | None = None
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -85,6 +89,11 @@ class Task:
                     f"Task {argument} must be callable, got "
                     f"{type(getattr(self, argument)).__name__}; pass a function"
                 )
+        if self.logits is not None and not callable(self.logits):
+            raise TypeError(
+                f"Task logits must be callable or None, got {type(self.logits).__name__}; pass a "
+                "function of model and batch that returns scores and targets"
+            )
         if not 1 <= self.batch_size <= len(self.train):
             raise ValueError(
                 f"Task batch_size must lie between 1 and the {len(self.train)} training examples, "
