@@ -19,8 +19,10 @@ ALLOWED = {
     "optim": {"kernels", "linalg", "operators", "curvature"},
     "jax": set(),
     "tasks": set(),
-    "race": {"optim", "tasks"},
-    "cli": {"kernels", "curvature", "optim", "tasks", "race"},
+    "pages": set(),
+    "race": {"optim", "tasks", "pages"},
+    "inspection": {"operators", "curvature", "tasks", "pages", "race"},
+    "cli": {"kernels", "curvature", "optim", "tasks", "pages", "race", "inspection"},
 }
 OPTIONAL = {"triton", "jax", "transformers", "datasets", "faiss", "matplotlib", "sklearn"}
 

@@ -10,9 +10,9 @@ from xml.etree import ElementTree
 import pytest
 
 from isokron import race
+from isokron.pages.plot import Line, Plot, draw, short_names, standalone, ticks
 from isokron.race.figures import learning_rates, loss_by_step, loss_by_time
 from isokron.race.page import page
-from isokron.race.plot import Line, Plot, draw, short_names, standalone, ticks
 from isokron.race.results import Result
 from isokron.race.standings import summarize
 

@@ -6,16 +6,21 @@ for (const figure of document.querySelectorAll("figure[data-curves]")) {
   const caption = readout.textContent;
   const axis = svg.querySelector("path.axis[d*='H']");
   if (!curves.length || !axis) continue;
-  const last = Math.max(...curves.map((curve) => curve.points.at(-1)[0]));
+  const log = figure.dataset.log === "x";
+  const ends = curves.flatMap((curve) => [curve.points[0][0], curve.points.at(-1)[0]]);
+  const [first, last] = [Math.min(...ends), Math.max(...ends)];
+  // curves over a logarithmic axis have values of many sizes
+  const show = (y) => (log ? y.toPrecision(3) : y.toFixed(4));
   svg.addEventListener("pointermove", (event) => {
     const box = axis.getBoundingClientRect();
-    const x = Math.min(1, Math.max(0, (event.clientX - box.left) / box.width)) * last;
+    const share = Math.min(1, Math.max(0, (event.clientX - box.left) / box.width));
+    const x = log ? first * (last / first) ** share : first + share * (last - first);
     const read = curves.map(({ label, points }) => {
       const i = points.findIndex((point) => point[0] >= x);
       if (i < 0) return `${label} done`;
-      if (i === 0) return `${label} ${points[0][1].toFixed(4)}`;
+      if (i === 0) return `${label} ${show(points[0][1])}`;
       const [[x0, y0], [x1, y1]] = [points[i - 1], points[i]];
-      return `${label} ${(y0 + ((x - x0) / (x1 - x0)) * (y1 - y0)).toFixed(4)}`;
+      return `${label} ${show(y0 + ((x - x0) / (x1 - x0)) * (y1 - y0))}`;
     });
     readout.textContent = `${figure.dataset.axis} ${x.toPrecision(3)}: ${read.join(", ")}`;
   });

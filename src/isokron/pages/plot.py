@@ -17,12 +17,16 @@ CSS = Path(__file__).with_name("plot.css")
 
 @dataclass(frozen=True)
 class Line:
-    """A curve. colour: index into the palette, 0 being the yardstick's; thin: no label."""
+    """A curve. colour: index into the palette, 0 being the yardstick's; thin: no label.
+
+    beside: the text at its end; without, the label, shortened.
+    """
 
     label: str
     colour: int
     points: Sequence[tuple[float, float]]
     thin: bool = False
+    beside: str = ""
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Plot:
-    """All that is drawn. y_range crops; goal is a level to reach, drawn as a dotted line."""
+    """All that is drawn. y_range crops; goal is a level to compare with, drawn as a dotted line."""
 
     name: str
     title: str
@@ -51,6 +55,7 @@ class Plot:
     y_log: bool = False
     y_range: tuple[float, float] | None = None
     goal: float | None = None
+    empty: str = "no finished run"  # said where there is nothing to draw
 
 
 Scale = Callable[[float], float]
@@ -59,14 +64,15 @@ Scale = Callable[[float], float]
 def draw(plot: Plot) -> str:
     """The plot as an <svg> element that takes its colours from plot.css."""
     labels = [line for line in plot.lines if not line.thin and line.points]
-    names = short_names([line.label for line in labels])
+    made = short_names([line.label for line in labels])
+    names = [line.beside or name for line, name in zip(labels, made, strict=True)]
     longest = max(map(len, names), default=0)
     right = WIDTH - 14 - CHARACTER * longest
     points = [point for line in plot.lines for point in line.points]
     xs = [x for x, _ in points] + [mark.x for mark in plot.marks]
     ys = [y for _, y in points] + [mark.y for mark in plot.marks if mark.y is not None]
     if not xs:
-        return _frame(plot, _text("tick", WIDTH / 2, HEIGHT / 2, "no finished run", "middle"))
+        return _frame(plot, _text("tick", WIDTH / 2, HEIGHT / 2, plot.empty, "middle"))
     low, high = _range(ys or [0.0, 1.0], plot.y_log) if plot.y_range is None else plot.y_range
     x_limits = _range(xs, plot.x_log, pad=0.04 if plot.marks else 0)
     to_x = _scale(*x_limits, LEFT, right, plot.x_log)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from isokron.pages.plot import Line, Mark, Plot
 from isokron.race.optimizers import YARDSTICK
-from isokron.race.plot import Line, Mark, Plot
 from isokron.race.results import Result, Standing
 from isokron.race.standings import mean_curve, sweep
 

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING
 
-from isokron.race.plot import short
+from isokron.pages.plot import short
 from isokron.race.results import Run
 
 if TYPE_CHECKING:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
 from dataclasses import asdict
 from typing import Any
 
+from isokron.pages.numbers import finite
+from isokron.pages.plot import standalone
 from isokron.race.figures import loss_by_step
 from isokron.race.page import page
-from isokron.race.plot import standalone
 from isokron.race.results import Result, Run
 from isokron.race.store import Store
 
@@ -37,7 +37,7 @@ def as_json(result: Result) -> str:
         "runs": [_run(run) for run in result.runs],
         "probes": [_run(run) for run in result.probes],
     }
-    return json.dumps(_finite(value), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    return json.dumps(finite(value), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def as_csv(result: Result) -> str:
@@ -75,12 +75,3 @@ def as_csv(result: Result) -> str:
 
 def _run(run: Run) -> dict[str, Any]:
     return {k: v for k, v in asdict(run).items() if k != "train_losses"} | {"final": run.final}
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no infinity: null says that there is no such number."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

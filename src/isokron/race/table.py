@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from isokron.pages.numbers import memory
 from isokron.race.optimizers import YARDSTICK
 from isokron.race.results import Result, Standing
 from isokron.race.shortest import finals
@@ -120,13 +121,6 @@ def _ratio(value: float | None, ratio: float | None, form: str, word: str) -> st
 
 def _ms(seconds: float | None) -> str:
     return f"{1e3 * (seconds or 0):.1f}"
-
-
-def memory(count: int) -> str:
-    """Bytes in the largest unit that leaves a number above one."""
-    exponent = min(3, int(math.log(count, 1024))) if count else 0
-    unit = ("B", "KiB", "MiB", "GiB")[exponent]
-    return f"{count / 1024**exponent:.{0 if exponent == 0 else 1}f} {unit}"
 
 
 def notes(result: Result) -> list[str]:
