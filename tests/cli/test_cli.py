@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from isokron._version import __version__
-from isokron.cli import main
 
 TOY = Path(__file__).parents[1] / "race" / "toy.py"
 
@@ -25,21 +24,6 @@ def isokron(*arguments, cwd=None):
     return subprocess.run(
         command(*arguments), capture_output=True, text=True, timeout=120, check=False, cwd=cwd
     )
-
-
-@pytest.fixture
-def inside(tmp_path, monkeypatch, capsys):
-    """The same call within this process, which has torch loaded: exit code and stderr."""
-
-    def call(*arguments):
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", ["isokron", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        return stopped.value.code, capsys.readouterr().err
-
-    return call
 
 
 def one_line_error(text):

@@ -13,6 +13,7 @@ from isokron._version import __version__
 from isokron.cli.demo import demo
 from isokron.cli.errors import complain
 from isokron.cli.info import info
+from isokron.cli.inspect import inspect
 from isokron.cli.race import race
 from isokron.cli.tasks import tasks
 
@@ -26,6 +27,8 @@ Examples:
   isokron race --task digits --optimizers adamw,muon
 
   isokron race --task speeches-small --optimizers muon,sign --steps 500 --seeds 3
+
+  isokron inspect --task digits
 """
 
 app = typer.Typer(
@@ -36,6 +39,7 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(race)
+app.command()(inspect)
 app.command()(tasks)
 app.command()(info)
 

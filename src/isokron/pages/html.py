@@ -13,12 +13,10 @@ from isokron.pages.plot import CSS, Plot, draw
 FOLDER = Path(__file__).parent
 
 
-def document(title: str, body: str, *more: Path) -> str:
-    """A whole page around its body, with the style and script of all pages and those of `more`."""
-    files = [CSS, FOLDER / "page.css", FOLDER / "page.js", *more]
-    texts = {path: path.read_text(encoding="utf-8") for path in files}
-    style = "".join(text for path, text in texts.items() if path.suffix == ".css")
-    script = "".join(text for path, text in texts.items() if path.suffix == ".js")
+def document(title: str, body: str) -> str:
+    """A whole page around its body, with the style and the script of all pages."""
+    style = CSS.read_text(encoding="utf-8") + (FOLDER / "page.css").read_text(encoding="utf-8")
+    script = (FOLDER / "page.js").read_text(encoding="utf-8")
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -43,11 +41,27 @@ def figure(plot: Plot, caption: str) -> str:
     )
 
 
+def framed(title: str, svg: str, caption: str) -> str:
+    """A figure that only shows."""
+    return (
+        f"<figure>\n<h3>{escape(title)}</h3>\n{svg}\n"
+        f"<figcaption>{escape(caption)}</figcaption>\n</figure>"
+    )
+
+
+def plots(figures: Iterable[str]) -> str:
+    """Figures side by side where there is room."""
+    return '<div class="plots">\n' + "\n".join(figures) + "\n</div>"
+
+
 def table(head: Sequence[str], cells: Iterable[Sequence[str]], kind: str = "") -> str:
-    """Rows under a head, the first cell of each naming it. kind: "words" for running text."""
+    """Rows under a head, the first cell of each naming it.
+
+    kind: "words" for running text, "names" where the first are dotted names.
+    """
     top = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
     body = "".join(
-        f'<tr><th scope="row">{escape(row[0])}</th>'
+        f'<tr><th scope="row">{_dotted(row[0]) if kind == "names" else escape(row[0])}</th>'
         + "".join(f"<td>{escape(cell)}</td>" for cell in row[1:])
         + "</tr>"
         for row in cells
@@ -56,12 +70,36 @@ def table(head: Sequence[str], cells: Iterable[Sequence[str]], kind: str = "") -
     return scroll(head[0], inside, kind)
 
 
+def sortable(
+    label: str,
+    head: Sequence[str],
+    cells: Iterable[Sequence[str]],
+    keys: Iterable[Sequence[float | str]],
+) -> str:
+    """A table of dotted names whose heads sort it, by the numbers or words behind the texts."""
+    top = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
+    lines = []
+    for row, by in zip(cells, keys, strict=True):
+        marks = [f'data-key="{escape(str(key))}"' for key in by]
+        rest = "".join(
+            f"<td {mark}>{escape(cell)}</td>" for mark, cell in zip(marks[1:], row[1:], strict=True)
+        )
+        lines.append(f'<tr><th scope="row" {marks[0]}>{_dotted(row[0])}</th>{rest}</tr>')
+    inside = f"<thead><tr>{top}</tr></thead><tbody>{''.join(lines)}</tbody>"
+    return scroll(label, inside, "sortable names")
+
+
 def scroll(label: str, inside: str, kind: str = "") -> str:
     """A table that scrolls in its own box, by keyboard too."""
     return (
         f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(label)}">'
         f'<table class="{kind}">{inside}</table></div>'
     )
+
+
+def _dotted(name: str) -> str:
+    """A name that may break after its dots and underscores."""
+    return escape(name).replace(".", ".<wbr>").replace("_", "_<wbr>")
 
 
 def bullets(lines: Iterable[str]) -> str:

@@ -72,11 +72,11 @@ def draw(plot: Plot) -> str:
     xs = [x for x, _ in points] + [mark.x for mark in plot.marks]
     ys = [y for _, y in points] + [mark.y for mark in plot.marks if mark.y is not None]
     if not xs:
-        return _frame(plot, _text("tick", WIDTH / 2, HEIGHT / 2, plot.empty, "middle"))
+        return _frame(plot, axis_text("tick", WIDTH / 2, HEIGHT / 2, plot.empty, "middle"))
     low, high = _range(ys or [0.0, 1.0], plot.y_log) if plot.y_range is None else plot.y_range
     x_limits = _range(xs, plot.x_log, pad=0.04 if plot.marks else 0)
-    to_x = _scale(*x_limits, LEFT, right, plot.x_log)
-    to_y = _scale(low, high, HEIGHT - BOTTOM, TOP, plot.y_log)
+    to_x = scale(*x_limits, LEFT, right, plot.x_log)
+    to_y = scale(low, high, HEIGHT - BOTTOM, TOP, plot.y_log)
     parts = [
         *_axes(plot, to_x, to_y, x_limits, (low, high), right),
         f'<clipPath id="{plot.name}-clip"><rect x="{LEFT}" y="{TOP - 4}" '
@@ -129,6 +129,15 @@ def ticks(low: float, high: float, log: bool, count: int = 5) -> list[float]:
     return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
+def tick_text(value: float, most: int = 6) -> str:
+    """Four digits at most; a power of ten where that is shorter and there is no room for more."""
+    plain = f"{value:.4g}"
+    digits, _, exponent = f"{value:.3e}".partition("e")
+    power = f"{float(digits):g}e{int(exponent)}"
+    fits = "e" not in plain and len(plain) <= most
+    return plain if fits or len(plain) <= len(power) else power
+
+
 def _range(values: Sequence[float], log: bool, pad: float = 0.05) -> tuple[float, float]:
     low, high = min(values), max(values)
     if log:
@@ -138,7 +147,8 @@ def _range(values: Sequence[float], log: bool, pad: float = 0.05) -> tuple[float
     return low - margin, high + margin
 
 
-def _scale(low: float, high: float, start: float, end: float, log: bool) -> Scale:
+def scale(low: float, high: float, start: float, end: float, log: bool) -> Scale:
+    """[low, high] to [start, end], on a straight or a logarithmic axis."""
     f: Scale = math.log if log else float
     span = f(high) - f(low)
     return lambda value: start + (f(value) - f(low)) / span * (end - start)
@@ -162,20 +172,21 @@ def _axes(
     right: float,
 ) -> list[str]:
     base = HEIGHT - BOTTOM
+    most = 4 if plot.y_log else 6  # characters beside which the name of the axis has room
     parts = []
     for value in ticks(*y_limits, plot.y_log):
         y = to_y(value)
         parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{right:.1f}"/>')
-        parts.append(_text("tick", LEFT - 7, y + 4, f"{value:.4g}", "end"))
+        parts.append(axis_text("tick", LEFT - 7, y + 4, tick_text(value, most), "end"))
     if plot.goal is not None and y_limits[0] <= plot.goal <= y_limits[1]:
         parts.append(f'<path class="goal" d="M{LEFT} {to_y(plot.goal):.1f}H{right:.1f}"/>')
     for value in ticks(*x_limits, plot.x_log, count=4):
         x = to_x(value)
         parts.append(f'<path class="axis" d="M{x:.1f} {base}v5"/>')
-        parts.append(_text("tick", x, base + 19, f"{value:.4g}", "middle"))
+        parts.append(axis_text("tick", x, base + 19, tick_text(value), "middle"))
     parts.append(f'<path class="axis" d="M{LEFT} {base}H{right:.1f}"/>')
     middle = (LEFT + right) / 2
-    parts.append(_text("name", middle, HEIGHT - 8, plot.x_label, "middle"))
+    parts.append(axis_text("name", middle, HEIGHT - 8, plot.x_label, "middle"))
     parts.append(
         f'<text class="name" transform="translate(13 {(TOP + base) / 2:.0f}) rotate(-90)" '
         f'text-anchor="middle">{escape(plot.y_label)}</text>'
@@ -183,7 +194,8 @@ def _axes(
     return parts
 
 
-def _text(kind: str, x: float, y: float, text: str, anchor: str) -> str:
+def axis_text(kind: str, x: float, y: float, text: str, anchor: str) -> str:
+    """A <text> element; kind: its class in plot.css."""
     place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
     return f'<text class="{kind}" {place}>{escape(text)}</text>'
 
