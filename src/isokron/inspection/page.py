@@ -60,8 +60,8 @@ def page(result: Inspection) -> str:
     body = "\n".join(
         [
             f"<h1>{escape(title)}</h1>",
-            f'<p class="lead">{escape(" ".join(said[:2]))}</p>',
-            f"<p>{escape(' '.join(said[2:]))}</p>",
+            f'<p class="lead">{_prose(said[:2])}</p>',
+            f"<p>{_prose(said[2:])}</p>",
             f'<p class="soft">{escape(circumstances(result))}</p>',
             plots(
                 [
@@ -84,6 +84,11 @@ def page(result: Inspection) -> str:
         ]
     )
     return document(title, body)
+
+
+def _prose(sentences: list[str]) -> str:
+    """Sentences in which no line ends between a number and its unit."""
+    return escape(" ".join(sentences)).replace(" %", "\u00a0%").replace("× ", "×\u00a0")
 
 
 def _sides(result: Inspection) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from isokron.pages.plot import CSS, Plot, draw
 
 FOLDER = Path(__file__).parent
+SHORT = 14  # characters of a name that stays on one line
 
 
 def document(title: str, body: str) -> str:
@@ -98,8 +99,9 @@ def scroll(label: str, inside: str, kind: str = "") -> str:
 
 
 def _dotted(name: str) -> str:
-    """A name that may break after its dots and underscores."""
-    return escape(name).replace(".", ".<wbr>").replace("_", "_<wbr>")
+    """A name that may break after its dots and underscores, if it is long."""
+    text = escape(name)
+    return text if len(name) <= SHORT else text.replace(".", ".<wbr>").replace("_", "_<wbr>")
 
 
 def bullets(lines: Iterable[str]) -> str:
