@@ -6,8 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isokron.curvature import statistics
-from isokron.curvature.curvature import Curvature, Layer
+from isokron.curvature import heads, statistics
+from isokron.curvature.columns import Columns, Policy
+from isokron.curvature.curvature import Curvature
+from isokron.curvature.layer import Layer
 from isokron.curvature.likelihoods import Likelihood, Loss
 from isokron.curvature.passes import Passes
 from isokron.curvature.sites import Site, find_sites
@@ -33,6 +35,11 @@ def fit(
     seed: int = 0,
     strict: bool = False,
     batch_dim: int = 0,
+    policy: str = "none",
+    rho: float = 0.75,
+    t_max: int = 8192,
+    store: str = "auto",
+    store_dtype: torch.dtype | None = None,
 ) -> Curvature:
     """The Fisher of a model's layers, F ≈ Σ ∇∇ᵀ / M over examples, M the terms of the loss.
 
@@ -45,6 +52,12 @@ def fit(
     EK-FAC's eigenvalues are made, are the same for both. `layers`: patterns of names. `batch_dim`:
     the dimension of inputs that counts examples. The model is used as it stands: call model.eval()
     before, if dropout is to be off. EK-FAC goes over the data twice.
+
+    `policy`: the output side of o outputs is a covariance ("none"), or the T gradients that make
+    one up, of which inverses and powers then are made by Woodbury's identity: always ("all"), for
+    more than 16384 outputs ("hybrid"), or while T ≤ rho·o and T ≤ t_max ("auto"). `store`: they are
+    kept on the model's device, on the "host", or on the device up to 500 MB ("auto");
+    `store_dtype`: in float32, bfloat16 or float16, by default in `dtype`.
     """
     _check(method=(method, METHODS), fisher=(fisher, FISHERS), sharing=(sharing, SHARINGS))
     if fisher != "empirical" and not isinstance(loss, Likelihood):
@@ -57,8 +70,14 @@ def fit(
             "batches must be something to go over twice for method='ekfac', such as a list or a "
             f"DataLoader, got {type(batches).__name__}"
         )
+    keeping = Policy(policy, rho, t_max, store, store_dtype)
+    if method == "ekfac" and policy != "none":
+        raise ValueError(
+            f"policy={policy!r} keeps gradients in place of the output side, and method='ekfac' "
+            "needs all eigenvectors of it; use policy='none', or method='kfac'"
+        )
     sites = find_sites(model, layers, strict)
-    sums = {site.name: Sums() for site in sites}
+    sums = {site.name: Columns(keeping) for site in sites}
     kept: list[tuple[Site, Uses]] | None = [] if method == "ekfac" else None
     size = 0
     waiting: dict[str, tuple[Site, Uses]] = {}
@@ -67,6 +86,14 @@ def fit(
         nonlocal kept, size
         own = sums[site.name]
         shared = reduced(uses) if sharing == "reduce" else uses
+        if uses.kind == "softmax":
+            if method in ("kfac", "ekfac"):
+                heads.covariance_(own, uses)
+                waiting[site.name] = site, uses
+            else:
+                heads.traced_(own, uses, sharing if method == "tkfac" else "expand")
+            kept = None
+            return
         if uses.kind == "diagonal":
             statistics.diagonal_(own, uses, list(site.layout.params))
         elif method in ("kfac", "ekfac") and fisher == "exact":
@@ -99,7 +126,9 @@ def fit(
         second = {name: Sums() for name in bases}
 
         def correct(site: Site, uses: Uses) -> None:
-            if site.name in bases:
+            if uses.kind == "softmax":
+                heads.eigenvalues_(second[site.name], uses, bases[site.name])
+            elif site.name in bases:
                 pair = bases[site.name]
                 statistics.eigenvalues_(second[site.name], uses, pair, site.columns)
 
@@ -112,17 +141,25 @@ def fit(
         for name, pair in bases.items():
             found[name].update(_eigen(second[name], pair, terms))
             _check_finite(name, found[name])
-    records = [Layer(s.name, method, s.view.kind, s.layout, found[s.name]) for s in sites]
-    return Curvature(records)
+    return Curvature(
+        [
+            Layer(site.name, method, site.view.kind, site.layout, found[site.name], policy, terms)
+            for site in sites
+        ]
+    )
 
 
-def _finished(site: Site, sums: Sums, method: str, terms: float) -> dict[str, Tensor]:
+def _finished(site: Site, sums: Columns, method: str, terms: float) -> dict[str, Tensor]:
     """Sums made means: by the positions for inputs of K-FAC, by the terms for all others."""
+    columns = sums.kept(terms)
     found = mirrored(sums)
+    if "softmax" in found:
+        found["output"] = heads.output_side(found)
     places = found.pop("places", None)
     for name, value in found.items():
         by = float(places) if name == "input" and places is not None else terms
         found[name] = value / by
+    found.update(columns)
     _check_finite(site.name, found)
     return found
 

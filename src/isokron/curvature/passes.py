@@ -3,13 +3,15 @@
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from isokron.curvature.capture import Event, Watcher
-from isokron.curvature.likelihoods import Likelihood, Loss, terms_and_weights
+from isokron.curvature.heads import Heads
+from isokron.curvature.likelihoods import CrossEntropy, Likelihood, Loss, terms_and_weights
 from isokron.curvature.sites import Site
 from isokron.curvature.statistics import Uses, joined
 
@@ -37,6 +39,8 @@ class Passes:
         self.device = next(model.parameters()).device.type
         self.counted: Tensor | None = None
         self.waiting: dict[str, list[Event]] = {}
+        self.heads = Heads(sites if fisher == "exact" and isinstance(loss, CrossEntropy) else [])
+        self.head: Event | None = None  # with probabilities in the place of gradients
 
     def over(self, fold: Fold, after: Callable[[], None] = lambda: None) -> float:
         """Give every layer's uses in every pass to `fold`; how many loss terms there were.
@@ -48,6 +52,8 @@ class Passes:
 
         def sink(event: Event) -> None:
             name = event.site.name
+            if self.head is not None and name == self.head.site.name:
+                return
             seen.add(name)
             if self._mixes(*event.grads.shape[1:3]):
                 mixed.add(name)
@@ -60,7 +66,8 @@ class Passes:
         with _frozen(self.model), torch.enable_grad():
             for batch in self.batches:
                 watcher.calls.clear()
-                with watcher:
+                self.head = None
+                with watcher, self.heads:
                     for total, again in self._losses(batch, generator):
                         if not self.count:  # nothing to go back from, and maybe no example at all
                             break
@@ -69,6 +76,9 @@ class Passes:
                         for events in self.waiting.values():
                             self._fold(fold, events)
                         self.waiting.clear()
+                if self.head is not None and self.count:
+                    seen.add(self.head.site.name)
+                    self._fold(fold, [self.head], "softmax")
                 with self.plain():
                     after()
                 terms += self.count
@@ -96,9 +106,10 @@ class Passes:
         with torch.no_grad(), torch.autocast(self.device, enabled=False):
             yield
 
-    def _fold(self, fold: Fold, events: list[Event]) -> None:
+    def _fold(self, fold: Fold, events: list[Event], kind: str | None = None) -> None:
         with self.plain():
-            fold(events[0].site, joined(events, self.dtype, self.counted))
+            uses = joined(events, self.dtype, self.counted)
+            fold(events[0].site, uses if kind is None else replace(uses, kind=kind))
 
     def _losses(self, batch: Any, generator: torch.Generator) -> Iterator[tuple[Tensor, bool]]:
         """What to go back from, and whether it is not the last of its graph."""
@@ -113,6 +124,9 @@ class Passes:
         self._count(weights)
         fixed = outputs.detach()
         if self.fisher == "exact":
+            self.head = self._softmax(fixed, weights)
+            if self.head is not None and len(self.sites) == 1:
+                return
             for part in _places(weights, self.batch_dim):
                 for root in loss.roots(fixed):
                     yield (outputs * root * part.sqrt().to(root.dtype).unsqueeze(-1)).sum(), True
@@ -122,6 +136,17 @@ class Passes:
             targets = loss.draw(fixed, uniform.to(fixed.device))
         terms, weights = terms_and_weights((loss.terms(outputs, targets), weights))
         yield (terms * weights.sqrt()).sum(), False
+
+    def _softmax(self, logits: Tensor, weights: Tensor) -> Event | None:
+        """The layer that made the logits, if one did: rows √w·p are all that is asked of it."""
+        found = self.heads.of(logits)
+        if found is None:
+            return None
+        site, inputs, outputs = found
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        rows = (wide.softmax(-1) * weights.sqrt().to(wide.dtype).unsqueeze(-1)).view_as(outputs)
+        see, dim = site.view, self.batch_dim
+        return Event(site, see.inputs(inputs, dim), see.outputs(rows, dim))
 
     def _mixes(self, examples: int, places: int) -> bool:
         """Whether a layer that saw this many shares an input among examples of the batch."""

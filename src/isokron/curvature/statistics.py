@@ -28,7 +28,8 @@ class Uses:
     """All uses of one weight in a batch, ones for the bias included.
 
     inputs: [B, N, S, i], or numbers of columns [B, N, S] where `kind` is "index"; grads:
-    [B, N, S, o]. `counted`: [N, S], False where no loss is taken, or None.
+    [B, N, S, o], in whose place a "softmax" has its probabilities. `counted`: [N, S], False where
+    no loss is taken, or None.
     """
 
     inputs: Tensor
@@ -92,7 +93,7 @@ def either(one: Uses | None, other: Uses) -> Uses:
 
 def reduced(uses: Uses) -> Uses:
     """One position an example: inputs averaged, gradients summed (2311.00636)."""
-    if uses.kind != "dense" or uses.grads.size(2) == 1:
+    if uses.kind not in ("dense", "softmax") or uses.grads.size(2) == 1:
         return uses
     inputs, grads, counted = uses.inputs, uses.grads.sum(2, keepdim=True), uses.counted
     if counted is None:
@@ -223,6 +224,8 @@ def by_column(uses: Uses) -> tuple[Tensor, Tensor]:
 def mirrored(sums: Sums) -> dict[str, Tensor]:
     """The sums, with both halves of those that are square."""
     return {
-        name: mirror_(value) if value.ndim == 3 and name in ("input", "output") else value
+        name: mirror_(value)
+        if value.ndim == 3 and name in ("input", "output", "softmax")
+        else value
         for name, value in sums.items()
     }

@@ -16,11 +16,12 @@ from safetensors.torch import load_file, save
 from torch import nn
 
 from isokron._version import __version__
-from isokron.curvature.curvature import Curvature, Layer
+from isokron.curvature.curvature import Curvature
+from isokron.curvature.layer import Layer
 from isokron.curvature.packing import Layout
 from isokron.curvature.sites import find_sites
 
-FORMAT = 1
+FORMAT = 2
 INDEX = "curvature.json"
 
 
@@ -46,6 +47,8 @@ def save_curvature(curvature: Curvature, folder: str | Path) -> None:
                 "kind": layer.kind,
                 "layout": asdict(layer.layout),
                 "statistics": sorted(layer.statistics),
+                "policy": layer.policy,
+                "terms": layer.terms,
             }
             for layer in curvature.layers.values()
         ],
@@ -75,7 +78,8 @@ def load_curvature(folder: str | Path, model: nn.Module | None = None) -> Curvat
             if name not in tensors:
                 raise ValueError(f"layer {record['name']!r}: {key!r} is missing from {path}")
             found[key] = tensors[name]
-        layer = Layer(record["name"], record["method"], record["kind"], layout, found)
+        what = record["name"], record["method"], record["kind"]
+        layer = Layer(*what, layout, found, record["policy"], record["terms"])
         _check_shapes(layer)
         layers.append(layer)
     if model is not None:
@@ -115,6 +119,10 @@ def _check_shapes(layer: Layer) -> None:
             wanted = (blocks, square[key], square[key])
             if key == "input" and layer.kind == "index":
                 wanted = wanted[:2]
+        elif key == "mean":
+            wanted = blocks, outputs
+        elif key == "columns":
+            wanted = blocks, outputs, layer.columns or 0
         if tuple(value.shape) != wanted:
             raise ValueError(
                 f"layer {layer.name!r}: {key!r} has shape {tuple(value.shape)} in the checkpoint, "

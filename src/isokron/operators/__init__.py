@@ -1,10 +1,11 @@
 """Structured matrices as values: factors of one side, and blocks made of them."""
 
-from isokron.operators.factors import Dense, Diagonal, Eigen, Factor, Identity, multiply
-from isokron.operators.kron import Kron, KronEigen, ScaledKron
+from isokron.operators.factors import Dense, Diagonal, Eigen, Identity, multiply
+from isokron.operators.kron import Factor, Kron, KronEigen, KronThin, ScaledKron
 from isokron.operators.lowrank import LowRank
 from isokron.operators.storage import storage_device, store
 from isokron.operators.woodbury import (
+    centered_factor,
     gradient_factor,
     push_through,
     softmax_factor,
@@ -19,8 +20,10 @@ __all__ = [
     "Identity",
     "Kron",
     "KronEigen",
+    "KronThin",
     "LowRank",
     "ScaledKron",
+    "centered_factor",
     "gradient_factor",
     "multiply",
     "push_through",

@@ -128,6 +128,3 @@ class Eigen:
 
     def to_dense(self, n: int | None = None) -> Tensor:
         return (self.basis * self.values.unsqueeze(-2)) @ self.basis.mT
-
-
-Factor = Identity | Diagonal | Dense | Eigen

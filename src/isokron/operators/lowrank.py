@@ -115,6 +115,11 @@ class LowRank:
         sign = self.sign if p > 0 else -self.sign
         return self._spectral(sign, base**p, _increment(base, change, p), squares, basis)
 
+    def eigenpairs(self) -> tuple[Tensor, Tensor]:
+        """The eigenvalues s [..., r] of UUᵀ that are not zero, and their vectors Q [..., n, r]."""
+        squares, basis = self._spectrum()
+        return squares, self._turned(squares, basis, torch.ones_like(squares))
+
     def clip(self, max_condition: float) -> tuple["LowRank", Tensor]:
         """Eigenvalues, also the n − T equal ones, lifted to λmax/κ; and how many of n were: [...]
 
@@ -161,12 +166,16 @@ class LowRank:
         self, sign: int, base: Tensor, change: Tensor, squares: Tensor, basis: Tensor | None
     ) -> "LowRank":
         """base·I ± Q |change| Qᵀ, Q = U B s^(−½)."""
-        scale = torch.where(squares > 0, (change.abs() / squares).sqrt(), 0.0).unsqueeze(-2)
+        columns = self._turned(squares, basis, change.abs())
+        return LowRank(base, columns, sign, orthogonal=True)
+
+    def _turned(self, squares: Tensor, basis: Tensor | None, weights: Tensor) -> Tensor:
+        """U B (w/s)^½: eigenvectors, each of squared length w."""
+        scale = torch.where(squares > 0, (weights / squares).sqrt(), 0.0).unsqueeze(-2)
         mix = None if basis is None else basis * scale
-        columns = self._mapped(
+        return self._mapped(
             lambda part, _: part * scale if mix is None else part @ mix, squares.size(-1)
         )
-        return LowRank(base, columns, sign, orthogonal=True)
 
     def _mapped(self, function: Callable[[Tensor, int], Tensor], width: int) -> Tensor:
         """New columns from rows of U in float64 and the first row's number, kept where U is."""

@@ -75,8 +75,14 @@ def softmax_factor(
             f"{sums.max().item():.3g}; give softmax(logits) as [..., outputs, terms]"
         )
     columns = _columns(probabilities, terms, store_dtype, storage)
-    total = columns.sum(-2, dtype=torch.float64).to(probabilities.device).unsqueeze(-1)
-    parts = pieces(columns, probabilities.device, torch.float64)
+    return centered_factor(columns, probabilities.device)
+
+
+def centered_factor(columns: Tensor, device: torch.device | None = None) -> LowRank:
+    """diag(UUᵀ1) − UUᵀ, U ≥ 0: positive, and zero on what is constant. columns U: [..., o, T]"""
+    device = columns.device if device is None else device
+    total = columns.sum(-2, dtype=torch.float64).to(device).unsqueeze(-1)
+    parts = pieces(columns, device, torch.float64)
     mean = torch.cat([part @ total for _, part in parts], -2).squeeze(-1)
     return LowRank(mean, columns, -1)
 
