@@ -1,43 +1,72 @@
-"""Bytes by policy are those of the tensors that would be kept."""
+"""Bytes by policy are those of the tensors that `fit` keeps under it."""
 
 import pytest
 import torch
+from torch import nn
 
+from isokron.curvature import CrossEntropy, fit
 from isokron.inspection import inspect, make_plan
-from isokron.inspection.memory import by_policy, input_bytes, output_bytes
+from isokron.inspection.memory import FLOAT, HALF, POLICIES, by_policy, input_bytes, output_bytes
 from isokron.inspection.training import make_model
-from isokron.operators import gradient_factor, woodbury_policy
+from isokron.tasks import Examples, Task
+
+
+class Seer(nn.Module):
+    """Two groups of channels at 6 positions, then one position of many outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv1d(4, 8, 3, groups=2)
+        self.norm = nn.LayerNorm(6)
+        self.head = nn.Linear(48, 40)
+
+    def forward(self, x):
+        return self.head(self.norm(self.conv(x)).flatten(1))
+
+
+def scores(model, batch):
+    return model(batch[0]), batch[1]
 
 
 @pytest.fixture
-def result(reading):
-    plan = make_plan(reading, steps=0, examples=20)
-    return inspect(make_model(plan), plan)
+def seeing():
+    examples = Examples((torch.randn(20, 4, 8), torch.randint(0, 40, (20,))))
+
+    def loss(model, batch):
+        return nn.functional.cross_entropy(*scores(model, batch), reduction="none")
+
+    return Task("seeing", lambda: Seer(), examples, examples, loss, 7, logits=scores)
 
 
-def test_covariances_take_what_the_fit_holds(result):
-    inspection, curvature = result
-    for facts in inspection.layers:
-        held = sum(value.nbytes for value in curvature.layers[facts.name].statistics.values())
-        assert output_bytes(facts, 80, "none") + input_bytes(facts) == held == facts.bytes
-    none = by_policy(inspection.layers, 80)[0]
-    assert none.total == sum(facts.bytes for facts in inspection.layers)
-
-
-def test_gradients_take_what_their_factor_holds(result):
-    head = result[0].layers[-1]
-    for dtype, size in ((torch.float32, 4), (torch.bfloat16, 2)):
-        kept = gradient_factor(torch.randn(head.outputs, 80), store_dtype=dtype).columns
-        assert output_bytes(head, 80, "all", size) == kept.nbytes
-
-
-@pytest.mark.parametrize("terms", [1, 3, 80])
-def test_auto_chooses_layer_by_layer(result, terms):
-    layers = [facts for facts in result[0].layers if facts.kind != "diagonal"]
-    found = {p.policy: p for p in by_policy(result[0].layers, terms)}
-    assert found["auto"].gradients == sum(
-        woodbury_policy(facts.outputs, terms, "auto") for facts in layers
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize(("dtype", "number"), [(torch.float32, FLOAT), (torch.bfloat16, HALF)])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_bytes_are_those_of_a_fit_under_the_policy(seeing, policy, dtype, number, sharing):
+    plan = make_plan(seeing, steps=0, examples=20, sharing=sharing)
+    model = make_model(plan)
+    result, _ = inspect(model, plan)
+    kept = fit(
+        model,
+        [seeing.train.tensors],
+        CrossEntropy(scores),
+        policy=policy,
+        store_dtype=dtype,
+        sharing=sharing,
     )
-    assert found["all"].gradients == len(layers) == 2
-    assert found["none"].gradients == found["hybrid"].gradients == 0
-    assert found["auto"].outputs <= found["none"].outputs
+    held = {record["layer"]: record["bytes"] for record in kept.report(spectra=False)}
+    for facts in result.layers:
+        told = output_bytes(facts, 20, policy, number) + input_bytes(facts)
+        assert told == held[facts.name]
+    found = {p.policy: p for p in by_policy(result.layers, 20)}[policy]
+    assert found.inputs + (found.outputs if number == FLOAT else found.outputs_half) == sum(
+        held.values()
+    )
+    columns = [record["columns"] for record in kept.report(spectra=False)]
+    assert found.gradients == sum(count is not None for count in columns)
+
+
+def test_places_are_positions_one_by_one_or_together(seeing):
+    for sharing, places in (("expand", 6), ("reduce", 1)):
+        plan = make_plan(seeing, steps=0, examples=20, sharing=sharing)
+        conv, _, head = inspect(make_model(plan), plan)[0].layers
+        assert (conv.places, head.places) == (places, 1)

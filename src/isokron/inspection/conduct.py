@@ -26,18 +26,18 @@ def inspect(
     with torch.random.fork_rng(devices=[]):
         if plan.steps:
             train_(model, plan, watcher)
-        curvature, terms, notes = fit_curvature(model, plan, watcher)
+        fitted = fit_curvature(model, plan, watcher)
         loss = evaluation_loss(model, plan.task)
     parameters = list(model.parameters())
     result = Inspection(
         _settings(model, plan),
-        layer_facts(curvature, plan.damping),
-        terms,
+        layer_facts(fitted.curvature, plan.damping, fitted.places),
+        fitted.terms,
         sum(parameter.nbytes for parameter in parameters),
         loss,
-        tuple(notes),
+        tuple(fitted.notes),
     )
-    return result, curvature
+    return result, fitted.curvature
 
 
 def _settings(model: nn.Module, plan: Plan) -> dict[str, Any]:

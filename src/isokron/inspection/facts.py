@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from isokron.curvature import Curvature
-from isokron.curvature.curvature import Layer
+from isokron.curvature.layer import Layer
 from isokron.inspection.results import LayerFacts, Points
 
 POINTS = 200  # of a spectrum, geometrically spread
 
 
-def layer_facts(curvature: Curvature, damping: float) -> tuple[LayerFacts, ...]:
-    """All layers. damping: a multiple of each one's mean eigenvalue."""
+def layer_facts(
+    curvature: Curvature, damping: float, places: Mapping[str, int]
+) -> tuple[LayerFacts, ...]:
+    """All layers. damping: a multiple of each one's mean eigenvalue; places: see LayerFacts."""
     damped = curvature.power(1.0, damping, relative=True).report(spectra=False)
     found = []
     for record, after in zip(curvature.report(), damped, strict=True):
         name = record["layer"]
         spectrum = curvature.spectrum(name)
         values = spectrum.values.double().clamp_min(0)
-        sides = spectrum.sides or (None, None)
+        sides = spectrum.sides
         found.append(
             LayerFacts(
                 name,
@@ -30,6 +34,7 @@ def layer_facts(curvature: Curvature, damping: float) -> tuple[LayerFacts, ...]:
                 record["outputs"],
                 record["inputs"],
                 record["bias"],
+                places[name],
                 record["bytes"],
                 record["trace"],
                 float(values.max()),
@@ -38,10 +43,11 @@ def layer_facts(curvature: Curvature, damping: float) -> tuple[LayerFacts, ...]:
                 after["damping"],
                 after["condition_after"],
                 record["effective_rank"],
-                None if spectrum.sides is None else scaled_rank(curvature.layers[name]),
+                None if sides is None else scaled_rank(curvature.layers[name]),
                 int((values > after["damping"]).sum()),
                 thinned(values),
-                *(None if side is None else thinned(side.double()) for side in sides),
+                None if sides is None else thinned(sides.left.double()),
+                None if sides is None else thinned(sides.right.double()),
             )
         )
     return tuple(found)

@@ -125,24 +125,24 @@ def ranks(result: Inspection) -> Dots:
     )
 
 
-def memory_by_terms(result: Inspection) -> Plot:
-    """All output sides under each policy, by the number of loss terms."""
-    most = max(1e5, 4.0 * result.terms)
+def memory_by_examples(result: Inspection) -> Plot:
+    """All output sides under each policy, by the number of examples."""
+    most = max(1e4, 4.0 * result.settings["examples"])
     counts = sorted({round(most ** (k / 60)) for k in range(61)})
     styles = {"none": 0, "all": 2, "auto": 1}
     table = {count: {p.policy: p for p in by_policy(result.layers, count)} for count in counts}
     mebibyte = 2.0**20
     lines = [
-        Line(policy, colour, [(t, row[policy].outputs / mebibyte) for t, row in table.items()])
+        Line(policy, colour, [(n, row[policy].outputs / mebibyte) for n, row in table.items()])
         for policy, colour in styles.items()
         if any(row[policy].outputs for row in table.values())
     ]
     return Plot(
         "memory",
-        "Output sides by number of loss terms",
+        "Output sides by number of examples",
         "Memory of all output sides as covariances (none), as gradients (all), and as whichever "
         "policy auto chooses for each layer.",
-        "loss terms",
+        "examples",
         "MiB",
         lines,
         x_log=True,

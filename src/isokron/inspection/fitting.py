@@ -1,4 +1,4 @@
-"""The fit of a task's model: on which examples, of which loss, of which layers."""
+"""The fit of a task's model: on which examples, and of which loss."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from isokron.curvature import CrossEntropy, Curvature, Likelihood, capture, fit
-from isokron.curvature.capture import Event
+from isokron.curvature import CrossEntropy, Curvature, Likelihood, fit
 from isokron.curvature.likelihoods import Loss
-from isokron.curvature.sites import find_sites
+from isokron.inspection.layers import usable_layers
 from isokron.inspection.plan import Plan
 from isokron.inspection.progress import Silent, Watcher
 from isokron.tasks import Batch, Task
@@ -67,15 +66,26 @@ def seeded_order(plan: Plan) -> Tensor:
     return torch.randperm(len(plan.task.train), generator=generator)[: plan.examples]
 
 
-def fit_curvature(
-    model: nn.Module, plan: Plan, watcher: Watcher
-) -> tuple[Curvature, int, list[str]]:
-    """The curvature, over how many loss terms, and notes on what was left out."""
+@dataclass(frozen=True, eq=False)
+class Fitted:
+    """terms: of the loss. places: gradients of a layer's outputs that one example makes.
+
+    notes: what was left out, and what the fit warned of.
+    """
+
+    curvature: Curvature
+    terms: int
+    places: dict[str, int]
+    notes: list[str]
+
+
+def fit_curvature(model: nn.Module, plan: Plan, watcher: Watcher) -> Fitted:
+    """The curvature of all layers that it can be known of."""
     model.eval()
     data = Data(plan.task, seeded_order(plan), watcher)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
-        names, notes = usable_layers(model, plan)
+        places, notes = usable_layers(model, plan, data.order[:2])
         curvature = fit(
             model,
             data,
@@ -83,47 +93,8 @@ def fit_curvature(
             plan.method,
             fisher=plan.fisher,
             sharing=plan.sharing,
-            layers=names,
+            layers=list(places),
             seed=plan.seed,
         )
     said = [str(warning.message) for warning in caught]
-    return curvature, data.terms, list(dict.fromkeys([*notes, *said]))
-
-
-def usable_layers(model: nn.Module, plan: Plan) -> tuple[list[str], list[str]]:
-    """Layers that see every example by itself, and notes on the others.
-
-    An embedding of positions that all examples share has one gradient for all, and no curvature
-    can be made of their sum: it is no larger for twice the examples.
-    """
-    patterns = list(plan.layers) or None
-    few = seeded_order(plan)[:2]
-    once, twice = (_places(model, plan, order) for order in (few, torch.cat([few, few])))
-    names, notes = [], []
-    for site in find_sites(model, patterns):
-        if site.name not in once:
-            notes.append(f"{site.name} is left out: the loss does not use it.")
-        elif twice[site.name] < 2 * once[site.name]:
-            notes.append(
-                f"{site.name} is left out: all examples of a batch share its input, so that "
-                "their gradients come summed."
-            )
-        else:
-            names.append(site.name)
-    if not names:
-        raise ValueError(f"no layer is left to inspect: {' '.join(notes)}")
-    return names, notes
-
-
-def _places(model: nn.Module, plan: Plan, order: Tensor) -> dict[str, int]:
-    """In how many places, examples times positions, each layer is used for one batch."""
-    seen: dict[str, int] = {}
-
-    def count(event: Event) -> None:
-        rows = event.grads.size(1) * event.grads.size(2)
-        seen[event.site.name] = seen.get(event.site.name, 0) + rows
-
-    with capture(model, list(plan.layers) or None, sink=count):
-        plan.task.losses(model, plan.task.train.batch(order)).sum().backward()
-    model.zero_grad()
-    return seen
+    return Fitted(curvature, data.terms, places, list(dict.fromkeys([*notes, *said])))

@@ -30,12 +30,18 @@ class PolicyBytes:
         return self.outputs + self.inputs
 
 
-def output_bytes(layer: LayerFacts, terms: int, policy: str, number: int = FLOAT) -> int:
+def keeps_gradients(layer: LayerFacts, examples: int, policy: str) -> bool:
+    """Whether the policy keeps the T = places · examples gradients of the layer's outputs."""
+    has_sides = layer.kind != "diagonal"
+    return has_sides and woodbury_policy(layer.outputs, layer.places * examples, policy)
+
+
+def output_bytes(layer: LayerFacts, examples: int, policy: str, number: int = FLOAT) -> int:
     """Covariance o×o in float32, or gradients o×T in numbers of `number` bytes. One per block."""
     if layer.kind == "diagonal":
         return 0
-    if woodbury_policy(layer.outputs, terms, policy):
-        return layer.blocks * layer.outputs * terms * number
+    if keeps_gradients(layer, examples, policy):
+        return layer.blocks * layer.outputs * layer.places * examples * number
     return layer.blocks * layer.outputs**2 * FLOAT
 
 
@@ -46,16 +52,15 @@ def input_bytes(layer: LayerFacts) -> int:
     return layer.blocks * layer.inputs ** (1 if layer.kind == "index" else 2) * FLOAT
 
 
-def by_policy(layers: Iterable[LayerFacts], terms: int) -> list[PolicyBytes]:
-    """Every policy over the same layers and terms."""
+def by_policy(layers: Iterable[LayerFacts], examples: int) -> list[PolicyBytes]:
+    """Every policy over the same layers and number of examples."""
     layers = list(layers)
-    sides = [layer for layer in layers if layer.kind != "diagonal"]
     return [
         PolicyBytes(
             policy,
-            sum(woodbury_policy(layer.outputs, terms, policy) for layer in sides),
-            sum(output_bytes(layer, terms, policy) for layer in sides),
-            sum(output_bytes(layer, terms, policy, HALF) for layer in sides),
+            sum(keeps_gradients(layer, examples, policy) for layer in layers),
+            sum(output_bytes(layer, examples, policy) for layer in layers),
+            sum(output_bytes(layer, examples, policy, HALF) for layer in layers),
             sum(map(input_bytes, layers)),
         )
         for policy in POLICIES

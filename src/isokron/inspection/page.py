@@ -6,7 +6,7 @@ from html import escape
 
 from isokron.inspection.figures import (
     conditions_by_damping,
-    memory_by_terms,
+    memory_by_examples,
     ranks,
     side_spectra,
     spectra,
@@ -49,7 +49,6 @@ DAMPING = (
     "eigenvalues of the layer and does nothing; where it is straight, twice the damping is half "
     "the condition number."
 )
-MEMORY = "T gradients (all) take less than covariances (none) as long as T is below the outputs."
 
 
 def page(result: Inspection) -> str:
@@ -78,7 +77,7 @@ def page(result: Inspection) -> str:
             "<h2>Memory by policy</h2>",
             f"<p>{escape(_policies(result))}</p>",
             table(TOTALS, policy_rows(result)),
-            plots([figure(memory_by_terms(result), MEMORY)]),
+            plots([figure(memory_by_examples(result), _batch(result))]),
             _by_layer(result),
             settings_table(result.settings),
         ]
@@ -100,10 +99,18 @@ def _sides(result: Inspection) -> str:
 
 def _policies(result: Inspection) -> str:
     return (
-        f"K-FAC's statistics in float32 for T = {result.terms:,} loss terms. The output side of a "
-        "layer with o outputs is a covariance of o × o, or the T gradients it is made of, o × T. "
-        "none: covariances; all: gradients; hybrid: gradients where o > 16,384; auto: gradients "
-        "where T ≤ 0.75 o and T ≤ 8,192."
+        f"K-FAC's statistics in float32, of {result.settings['examples']:,} examples. The output "
+        "side of a layer with o outputs is a covariance of o × o, or the T gradients it is made "
+        "of, o × T, one for every example and position. none: covariances; all: gradients; hybrid: "
+        "gradients where o > 16,384; auto: gradients where T ≤ 0.75 o and T ≤ 8,192."
+    )
+
+
+def _batch(result: Inspection) -> str:
+    return (
+        "Gradients (all) take less than covariances (none) while there are fewer of them than "
+        "outputs; auto chooses layer by layer. A batch of this task has "
+        f"{result.settings['batch size']:,} examples."
     )
 
 

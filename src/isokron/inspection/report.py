@@ -55,7 +55,9 @@ def as_json(result: Inspection) -> str:
         "terms": result.terms,
         "model_bytes": result.model_bytes,
         "notes": list(result.notes),
-        "memory": [asdict(found) for found in by_policy(result.layers, result.terms)],
+        "memory": [
+            asdict(found) for found in by_policy(result.layers, result.settings["examples"])
+        ],
         "layers": [asdict(facts) for facts in result.layers],
     }
     return json.dumps(finite(value), ensure_ascii=False, allow_nan=False) + "\n"

@@ -11,7 +11,8 @@ Points = tuple[tuple[int, float], ...]  # number of an eigenvalue, from 1 for th
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """One layer. blocks, outputs, inputs: of its matrix, the column of a bias included.
+    """One layer. blocks, outputs, inputs: of its matrix, the column of a bias included. places:
+    gradients of its outputs that one example makes.
 
     damping: what was added to every eigenvalue. effective_rank: exp of the entropy of the
     eigenvalues. scaled_rank: the same after the diagonal of the Fisher is made 1, as the best
@@ -26,6 +27,7 @@ class LayerFacts:
     outputs: int
     inputs: int
     bias: bool
+    places: int
     bytes: int
     trace: float
     largest: float

@@ -95,7 +95,7 @@ def policy_rows(result: Inspection) -> list[list[str]]:
             f"{found.total / (2 * result.model_bytes):.2f}×",
         ]
 
-    return [row(found) for found in by_policy(result.layers, result.terms)]
+    return [row(found) for found in by_policy(result.layers, result.settings["examples"])]
 
 
 def layer_memory_rows(result: Inspection) -> list[list[str]]:
@@ -103,15 +103,15 @@ def layer_memory_rows(result: Inspection) -> list[list[str]]:
     return [
         [
             f.name or "model",
-            *(_side(f, result.terms, policy) for policy in POLICIES),
+            *(_side(f, result.settings["examples"], policy) for policy in POLICIES),
             memory(input_bytes(f)),
         ]
         for f in result.layers
     ]
 
 
-def _side(facts: LayerFacts, terms: int, policy: str) -> str:
-    return NONE if facts.kind == "diagonal" else memory(output_bytes(facts, terms, policy))
+def _side(facts: LayerFacts, examples: int, policy: str) -> str:
+    return NONE if facts.kind == "diagonal" else memory(output_bytes(facts, examples, policy))
 
 
 def notes(result: Inspection) -> list[str]:

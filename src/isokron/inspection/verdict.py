@@ -67,13 +67,14 @@ def _scaling(alive: list[LayerFacts]) -> str:
 
 
 def _cost(result: Inspection) -> str:
-    found = {p.policy: p for p in by_policy(result.layers, result.terms)}
+    found = {p.policy: p for p in by_policy(result.layers, result.settings["examples"])}
     none, auto = found["none"], found["auto"]
     ratio = f"{none.total / (2 * result.model_bytes):.2g}× AdamW's two states"
     text = f"K-FAC's statistics take {memory(none.total)}, {ratio}"
     if auto.total < none.total:
         return f"{text}; under policy auto, {memory(auto.total)}."
-    return f"{text}; keeping {result.terms:,} gradients instead would not make them smaller."
+    examples = f"{result.settings['examples']:,} examples"
+    return f"{text}; keeping the gradients of {examples} instead would not make them smaller."
 
 
 def circumstances(result: Inspection) -> str:
