@@ -1,6 +1,7 @@
 """A model and data become curvature: one operator a layer."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ def fit(
         if kept is not None and uses.kind != "diagonal":
             size += uses.inputs.nbytes + uses.grads.nbytes
             # a copy of inputs, for they may lie in memory that the next batch writes to
-            again = Uses(uses.inputs.clone(), uses.grads, uses.kind)
+            again = replace(uses, inputs=uses.inputs.clone())
             kept = [*kept, (site, again)] if size <= KEPT else None
 
     def inputs() -> None:
@@ -122,7 +123,7 @@ def _finished(site: Site, sums: Sums, method: str, terms: float) -> dict[str, Te
     places = found.pop("places", None)
     for name, value in found.items():
         by = float(places) if name == "input" and places is not None else terms
-        found[name] = value / by
+        found[name] = value.div_(by)
     _check_finite(site.name, found)
     return found
 
