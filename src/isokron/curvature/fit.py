@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
+from operator import length_hint
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ def fit(
     sites = find_sites(model, layers, strict)
     sums = {site.name: Sums() for site in sites}
     kept: list[tuple[Site, Uses]] | None = [] if method == "ekfac" else None
-    size = 0
+    size, done, expected = 0, 0, length_hint(batches)  # 0 where no length is known
     waiting: dict[str, tuple[Site, Uses]] = {}
 
     def first(site: Site, uses: Uses) -> None:
@@ -83,10 +84,14 @@ def fit(
             size += uses.inputs.nbytes + uses.grads.nbytes
             # a copy of inputs, for they may lie in memory that the next batch writes to
             again = replace(uses, inputs=uses.inputs.clone())
-            kept = [*kept, (site, again)] if size <= KEPT else None
+            # what will not all fit is dropped at once, and not when half of the data are held
+            fits = size <= KEPT and size * expected <= KEPT * (done + 1)
+            kept = [*kept, (site, again)] if fits else None
 
     def inputs() -> None:
         """Inputs count once, however many passes went back from them."""
+        nonlocal done
+        done += 1
         for site, uses in waiting.values():
             shared = reduced(uses) if sharing == "reduce" else uses
             statistics.input_covariance_(sums[site.name], shared, site.columns)

@@ -20,7 +20,7 @@ from torch import Tensor
 from isokron.curvature.capture import Event
 from isokron.linalg import gram_, mirror_
 
-CHUNK = 2**20  # entries of per-example gradients held at a time, which stay in a cache
+CHUNK = 2**20  # entries of per-example gradients held at a time, which stay in a shared cache
 
 
 @dataclass(frozen=True)
@@ -197,17 +197,17 @@ def eigenvalues_(sums: Sums, uses: Uses, bases: Sequence[Tensor | None], columns
     if places == 1:  # never a gradient of one example
         total += grads[:, :, 0].square().mT @ inputs[:, :, 0].square()
         return
-    for part in example_gradients(inputs, grads):
-        total += part.square_().sum(1)
+    for part in example_gradients(inputs, grads, CHUNK // 4):
+        if part.size(1) == 1:
+            total.addcmul_(part[:, 0], part[:, 0])
+        else:
+            total += part.square_().sum(1)
 
 
 def _rotated(rows: Tensor, basis: Tensor, bias: bool = False) -> Tensor:
     """Rows in a basis, XQ, or [X, 1]Q with a bias. [B, N, S, d], [B, d, d]"""
     flat = rows.flatten(1, 2)  # one large product a block: a small one an example is slower
-    if bias:
-        found = torch.baddbmm(basis[:, -1:], flat, basis[:, :-1])
-    else:
-        found = flat @ basis
+    found = torch.baddbmm(basis[:, -1:], flat, basis[:, :-1]) if bias else flat @ basis
     return found.unflatten(1, rows.shape[1:3])
 
 
@@ -219,10 +219,13 @@ def diagonal_(sums: Sums, uses: Uses, rows: Sequence[str]) -> None:
     total += squares
 
 
-def example_gradients(inputs: Tensor, grads: Tensor) -> Iterator[Tensor]:
-    """∇ = Σ_s g̃āᵀ of some examples at a time. [B, N, S, i], [B, N, S, o] → [B, n, o, i]"""
+def example_gradients(inputs: Tensor, grads: Tensor, held: int = CHUNK) -> Iterator[Tensor]:
+    """∇ = Σ_s g̃āᵀ of some examples at a time. [B, N, S, i], [B, N, S, o] → [B, n, o, i]
+
+    `held`: entries at a time; what only looks at each once is faster with few, near the core.
+    """
     size = inputs.size(0) * inputs.size(3) * grads.size(3)
-    some = max(1, CHUNK // size)
+    some = max(1, held // size)
     for g, a in zip(grads.split(some, 1), inputs.split(some, 1), strict=True):
         yield g.mT @ a
 
