@@ -135,7 +135,7 @@ def _finished(site: Site, sums: Sums, method: str, terms: float) -> dict[str, Te
 
 def _check_finite(layer: str, found: dict[str, Tensor]) -> None:
     for name, value in found.items():
-        if not bool(value.isfinite().all()):
+        if not bool(torch.stack(value.aminmax()).isfinite().all()):  # without a copy of it
             raise FloatingPointError(
                 f"layer {layer!r}: {name} statistics are not finite; look for NaN or Inf in the "
                 "data, or for losses that overflow in half precision"
