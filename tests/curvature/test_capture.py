@@ -1,6 +1,7 @@
 """What capturing leaves behind, which is nothing, and what models may do meanwhile."""
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -358,6 +359,28 @@ def test_a_model_in_half_precision_has_statistics_in_full() -> None:
         assert layer.to_dense().dtype == torch.float32
     tangent = dict(model.named_parameters())
     assert all(value.dtype == torch.bfloat16 for value in found.matvec(tangent).values())
+
+
+@pytest.mark.parametrize("fisher", ["empirical", "exact"])
+def test_the_graph_of_a_batch_is_gone_before_the_next(fisher: str) -> None:
+    class Mark:
+        def __call__(self, grad: Tensor) -> None: ...
+
+    class Marking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, CLASSES)
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert all(mark() is None for mark in marks)
+            y, mark = torch.tanh(self.layer(x)), Mark()
+            y.register_hook(mark)
+            marks.append(weakref.ref(mark))
+            return y
+
+    marks: list[weakref.ref[Mark]] = []
+    fit(Marking(), batched(torch.randn(6, 3), labels(6)), CrossEntropy(), fisher=fisher)
+    assert len(marks) > 1
 
 
 def test_inputs_by_keyword_are_seen() -> None:

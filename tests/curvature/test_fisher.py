@@ -220,6 +220,70 @@ def test_a_second_pass_over_the_data_gives_what_kept_uses_give(
         torch.testing.assert_close(again[layer].to_dense(), kept[layer].to_dense(), **EXACT)
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_what_does_not_all_fit_is_not_kept_at_all(
+    known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch of 4 has 4·4·(3 + 3) bytes to keep: two of the three batches would fit."""
+    monkeypatch.setattr(sys.modules["isokron.curvature.fit"], "KEPT", 2 * 96)
+    model = nn.Linear(3, CLASSES)
+    batches = batched(torch.randn(12, 3), labels(12), sizes=[4])
+    copies = []
+
+    class Unsized:
+        def __iter__(self) -> Any:
+            return iter(batches)
+
+    def counted(uses: Any, **changed: Any) -> Any:
+        copies.append(changed)
+        return uses
+
+    monkeypatch.setattr(sys.modules["isokron.curvature.fit"], "replace", counted)
+    fit(model, batches if known else Unsized(), CrossEntropy(), "ekfac")
+    assert len(copies) == (1 if known else 3)  # the one that says so is the last
+
+
+def test_gradients_of_examples_are_the_same_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, t = Sequence().double(), torch.randn(6, 3, 2).double(), torch.randint(CLASSES, (6, 3))
+    for method in ("ekfac", "shampoo"):
+        want = fit(model, [(x, t)], CrossEntropy(), method, **DOUBLE)
+        with monkeypatch.context() as patch:
+            patch.setattr(sys.modules["isokron.curvature.statistics"], "CHUNK", 1)
+            found = fit(model, [(x, t)], CrossEntropy(), method, **DOUBLE)
+        for layer in want:
+            torch.testing.assert_close(found[layer].to_dense(), want[layer].to_dense(), **EXACT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("flat", [False, True])
+def test_slopes_of_cross_entropy_are_the_gradients_of_its_terms(
+    dtype: torch.dtype, flat: bool
+) -> None:
+    outputs, targets = (3 * torch.randn(4, 3, CLASSES)).to(dtype), torch.randint(CLASSES, (4, 3))
+    targets[1, 2] = targets[3, 0] = -1
+    outputs = (outputs.flatten(0, 1) if flat else outputs).requires_grad_()
+    loss = CrossEntropy(ignore_index=-1)
+    loss.terms(outputs, targets).sum().backward()
+    weights = loss.weights(targets).to(dtype).reshape(*outputs.shape[:-1], 1)
+    torch.testing.assert_close(loss.slopes(outputs.detach(), targets) * weights, outputs.grad)
+
+
+def test_slopes_of_cross_entropy_want_one_target_a_term() -> None:
+    with pytest.raises(ValueError, match="one a term, got 3 for 2"):
+        CrossEntropy().slopes(torch.randn(2, CLASSES), torch.zeros(3, dtype=torch.long))
+
+
+def test_a_class_made_of_cross_entropy_may_have_terms_of_its_own() -> None:
+    class Doubled(CrossEntropy):
+        def terms(self, outputs: Tensor, targets: Tensor) -> Tensor:
+            return 2 * super().terms(outputs, targets)
+
+    model, x, t = network(), torch.randn(5, 3).double(), labels(5)
+    want, found = (fit(model, [(x, t)], loss, **DOUBLE) for loss in (CrossEntropy(), Doubled()))
+    for layer in want:
+        torch.testing.assert_close(found[layer].to_dense(), 4 * want[layer].to_dense(), **EXACT)
+
+
 def test_batches_may_share_their_memory() -> None:
     model = nn.Linear(3, CLASSES, bias=False).double()
     x, t = torch.randn(6, 3).double(), labels(6)

@@ -1,6 +1,8 @@
 """A model and data become curvature: one operator a layer."""
 
 from collections.abc import Iterable
+from dataclasses import replace
+from operator import length_hint
 from typing import Any
 
 import torch
@@ -79,7 +81,7 @@ def fit(
     sites = find_sites(model, layers, strict)
     sums = {site.name: Columns(keeping) for site in sites}
     kept: list[tuple[Site, Uses]] | None = [] if method == "ekfac" else None
-    size = 0
+    size, done, expected = 0, 0, length_hint(batches)  # 0 where no length is known
     waiting: dict[str, tuple[Site, Uses]] = {}
 
     def first(site: Site, uses: Uses) -> None:
@@ -108,11 +110,15 @@ def fit(
         if kept is not None and uses.kind != "diagonal":
             size += uses.inputs.nbytes + uses.grads.nbytes
             # a copy of inputs, for they may lie in memory that the next batch writes to
-            again = Uses(uses.inputs.clone(), uses.grads, uses.kind)
-            kept = [*kept, (site, again)] if size <= KEPT else None
+            again = replace(uses, inputs=uses.inputs.clone())
+            # what will not all fit is dropped at once, and not when half of the data are held
+            fits = size <= KEPT and size * expected <= KEPT * (done + 1)
+            kept = [*kept, (site, again)] if fits else None
 
     def inputs() -> None:
         """Inputs count once, however many passes went back from them."""
+        nonlocal done
+        done += 1
         for site, uses in waiting.values():
             shared = reduced(uses) if sharing == "reduce" else uses
             statistics.input_covariance_(sums[site.name], shared, site.columns)
@@ -158,7 +164,7 @@ def _finished(site: Site, sums: Columns, method: str, terms: float) -> dict[str,
     places = found.pop("places", None)
     for name, value in found.items():
         by = float(places) if name == "input" and places is not None else terms
-        found[name] = value / by
+        found[name] = value.div_(by)
     found.update(columns)
     _check_finite(site.name, found)
     return found
@@ -166,7 +172,7 @@ def _finished(site: Site, sums: Columns, method: str, terms: float) -> dict[str,
 
 def _check_finite(layer: str, found: dict[str, Tensor]) -> None:
     for name, value in found.items():
-        if not bool(value.isfinite().all()):
+        if not bool(torch.stack(value.aminmax()).isfinite().all()):  # without a copy of it
             raise FloatingPointError(
                 f"layer {layer!r}: {name} statistics are not finite; look for NaN or Inf in the "
                 "data, or for losses that overflow in half precision"

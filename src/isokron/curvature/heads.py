@@ -9,6 +9,7 @@ H = diag(p) − ppᵀ, and with the inputs ā of that layer, one term at a time,
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -74,9 +75,10 @@ def covariance_(sums: Sums, uses: Uses) -> None:
 
 def traced_(sums: Sums, uses: Uses, sharing: str) -> None:
     """Both sides of TKFAC and Shampoo."""
-    inputs, rows = uses.places()
+    uses = uses.written()
     if sharing == "reduce":
-        inputs = Uses(reduced(uses).inputs.expand_as(uses.inputs), *_rest(uses)).places()[0]
+        uses = replace(uses, inputs=reduced(uses).inputs.expand_as(uses.inputs))
+    inputs, rows = uses.places()
     weight = rows.sum(2, keepdim=True).square()
     trace = (weight - rows.square().sum(2, keepdim=True)).clamp_min(0)
     sums.gram("input", inputs * trace.sqrt())
@@ -85,7 +87,7 @@ def traced_(sums: Sums, uses: Uses, sharing: str) -> None:
 
 def eigenvalues_(sums: Sums, uses: Uses, bases: Sequence[Tensor | None]) -> None:
     """EK-FAC's Λ."""
-    inputs, rows = uses.places()
+    inputs, rows = uses.written().places()
     left, right = bases
     assert left is not None  # inputs and outputs of a head are dense
     assert right is not None
@@ -100,7 +102,3 @@ def output_side(found: dict[str, Tensor]) -> Tensor:
     squares = found.pop("softmax")
     side = torch.diag_embed(squares.sum(2)) - squares
     return side + found["output"] if "output" in found else side
-
-
-def _rest(uses: Uses) -> tuple[Tensor, str, Tensor | None]:
-    return uses.grads, uses.kind, uses.counted

@@ -70,6 +70,16 @@ class CrossEntropy:
         )
         return losses.view(targets.shape)
 
+    def slopes(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """∂term/∂outputs = p − e_target. A target that is ignored has weight 0, and any slope."""
+        slopes = _wide(outputs).softmax(-1)
+        flat, targets = slopes.view(-1, outputs.size(-1)), targets.flatten()
+        if len(flat) != len(targets):
+            raise ValueError(f"targets must be one a term, got {len(targets)} for {len(flat)}")
+        hit = targets.where(targets != self.ignore_index, 0)[:, None]
+        flat.scatter_add_(1, hit, flat.new_full((), -1).expand_as(hit))
+        return slopes.to(outputs.dtype)
+
     def drawn(self, outputs: Tensor) -> torch.Size:
         return outputs.shape[:-1]
 

@@ -68,14 +68,7 @@ class Passes:
                 watcher.calls.clear()
                 self.head = None
                 with watcher, self.heads:
-                    for total, again in self._losses(batch, generator):
-                        if not self.count:  # nothing to go back from, and maybe no example at all
-                            break
-                        _backward(total, again)
-                        # fewer gradients than uses: some were computed twice, or led nowhere
-                        for events in self.waiting.values():
-                            self._fold(fold, events)
-                        self.waiting.clear()
+                    self._there_and_back(batch, generator, fold)
                 if self.head is not None and self.count:
                     seen.add(self.head.site.name)
                     self._fold(fold, [self.head], "softmax")
@@ -106,6 +99,17 @@ class Passes:
         with torch.no_grad(), torch.autocast(self.device, enabled=False):
             yield
 
+    def _there_and_back(self, batch: Any, generator: torch.Generator, fold: Fold) -> None:
+        """A function of its own: the graph is gone when it ends, before the next batch has one."""
+        for total, again in self._losses(batch, generator):
+            if not self.count:  # nothing to go back from, and maybe no example at all
+                return
+            _backward(total, again)
+            # fewer gradients than uses: some were computed twice, or led nowhere
+            for events in self.waiting.values():
+                self._fold(fold, events)
+            self.waiting.clear()
+
     def _fold(self, fold: Fold, events: list[Event], kind: str | None = None) -> None:
         with self.plain():
             uses = joined(events, self.dtype, self.counted)
@@ -129,13 +133,22 @@ class Passes:
                 return
             for part in _places(weights, self.batch_dim):
                 for root in loss.roots(fixed):
-                    yield (outputs * root * part.sqrt().to(root.dtype).unsqueeze(-1)).sum(), True
+                    slopes = root * part.sqrt().to(root.dtype).unsqueeze(-1)
+                    yield Sloped.apply(outputs, slopes), True
             return
         if self.fisher == "sampled":
             uniform = torch.rand(loss.drawn(fixed), generator=generator, dtype=torch.float64)
             targets = loss.draw(fixed, uniform.to(fixed.device))
-        terms, weights = terms_and_weights((loss.terms(outputs, targets), weights))
-        yield (terms * weights.sqrt()).sum(), False
+        if type(loss) is not CrossEntropy:  # a class made of it may have terms of its own
+            terms, weights = terms_and_weights((loss.terms(outputs, targets), weights))
+            yield (terms * weights.sqrt()).sum(), False
+            return
+        slopes = loss.slopes(fixed, targets)
+        if self.counted is not None:
+            slopes *= weights.reshape(*slopes.shape[:-1], 1)
+        total = Sloped.apply(outputs, slopes)
+        del outputs, fixed, slopes  # logits of a large vocabulary are gone while others go back
+        yield total, False
 
     def _softmax(self, logits: Tensor, weights: Tensor) -> Event | None:
         """The layer that made the logits, if one did: rows √w·p are all that is asked of it."""
@@ -180,6 +193,20 @@ def _places(weights: Tensor, batch_dim: int) -> Iterator[Tensor]:
             part = torch.zeros_like(flat)
             part[:, place] = flat[:, place]
             yield part.view(first.shape).movedim(0, batch_dim)
+
+
+class Sloped(torch.autograd.Function):
+    """A number, of no meaning itself, that has these gradients in the outputs: Σ outputs ⊙ slopes
+    would have them too, at the cost of two more copies."""
+
+    @staticmethod
+    def forward(ctx: Any, outputs: Tensor, slopes: Tensor) -> Tensor:
+        ctx.save_for_backward(slopes)
+        return outputs.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.saved_tensors[0], None
 
 
 def _backward(total: Tensor, again: bool = False) -> None:

@@ -12,7 +12,7 @@ Martens & Grosse 1503.05671, George et al. 1806.03884, Gao et al. 2011.10741, Gu
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,22 +20,33 @@ from torch import Tensor
 from isokron.curvature.capture import Event
 from isokron.linalg import gram_, mirror_
 
-CHUNK = 2**20  # entries of per-example gradients held at a time, which stay in a cache
+CHUNK = 2**20  # entries of per-example gradients held at a time, which stay in a shared cache
+
+SQUARE = ("input", "output", "softmax")  # sums of which one half is kept
 
 
 @dataclass(frozen=True)
 class Uses:
-    """All uses of one weight in a batch, ones for the bias included.
+    """All uses of one weight in a batch.
 
     inputs: [B, N, S, i], or numbers of columns [B, N, S] where `kind` is "index"; grads:
     [B, N, S, o], in whose place a "softmax" has its probabilities. `counted`: [N, S], False where
-    no loss is taken, or None.
+    no loss is taken, or None. `bias`: every input has a one after it, which is not written down: a
+    copy of all inputs would cost more than it says.
     """
 
     inputs: Tensor
     grads: Tensor
     kind: str
     counted: Tensor | None = None
+    bias: bool = False
+
+    def written(self) -> "Uses":
+        """The same with the ones of a bias among the inputs."""
+        if not self.bias:
+            return self
+        ones = self.inputs.new_ones(()).expand(*self.inputs.shape[:-1], 1)
+        return replace(self, inputs=torch.cat([self.inputs, ones], -1), bias=False)
 
     def places(self) -> tuple[Tensor, Tensor]:
         """Inputs and gradients of the positions that count: [B, P, i] or [B, P], [B, P, o]."""
@@ -60,9 +71,8 @@ def joined(events: Sequence[Event], dtype: torch.dtype, counted: Tensor | None) 
     masks = None if counted is None else [_where(counted, event) for event in events]
     if view.kind != "index":
         inputs = inputs.to(dtype)
-    if view.kind == "dense" and site.layout.bias:
-        inputs = torch.cat([inputs, inputs.new_ones(*inputs.shape[:-1], 1)], -1)
-    return Uses(inputs, grads, view.kind, None if masks is None else torch.cat(masks, 1))
+    bias = view.kind == "dense" and site.layout.bias
+    return Uses(inputs, grads, view.kind, None if masks is None else torch.cat(masks, 1), bias)
 
 
 def _beside(parts: list[Tensor]) -> Tensor:
@@ -88,7 +98,7 @@ def either(one: Uses | None, other: Uses) -> Uses:
         return other
     if one.counted is None or other.counted is None or one.counted.shape != other.counted.shape:
         return one
-    return Uses(one.inputs, one.grads, one.kind, one.counted | other.counted)
+    return replace(one, counted=one.counted | other.counted)
 
 
 def reduced(uses: Uses) -> Uses:
@@ -97,10 +107,10 @@ def reduced(uses: Uses) -> Uses:
         return uses
     inputs, grads, counted = uses.inputs, uses.grads.sum(2, keepdim=True), uses.counted
     if counted is None:
-        return Uses(inputs.mean(2, keepdim=True), grads, uses.kind)
+        return replace(uses, inputs=inputs.mean(2, keepdim=True), grads=grads)
     weight = counted.to(inputs.dtype)[:, :, None]
     mean = (inputs * weight).sum(2, keepdim=True) / weight.sum(1)[:, None].clamp_min(1)
-    return Uses(mean, grads, uses.kind, counted.any(1, keepdim=True))
+    return replace(uses, inputs=mean, grads=grads, counted=counted.any(1, keepdim=True))
 
 
 class Sums(dict[str, Tensor]):
@@ -111,7 +121,7 @@ class Sums(dict[str, Tensor]):
         return self.setdefault(name, torch.zeros_like(like))
 
     def gram(self, name: str, rows: Tensor) -> None:
-        """Add XᵀX, its lower half: `finished` mirrors it. [B, n, d]"""
+        """Add XᵀX, its lower half: `mirrored` has both. [B, n, d]"""
         blocks, _, size = rows.shape
         if name not in self:
             self[name] = rows.new_zeros(blocks, size, size)
@@ -142,13 +152,16 @@ def input_covariance_(sums: Sums, uses: Uses, columns: int) -> None:
         sums.count("input", inputs, torch.ones_like(grads[..., 0]), columns)
     else:
         sums.gram("input", inputs)
+        if uses.bias:
+            row = torch.nn.functional.pad(inputs.sum(1, keepdim=True), (0, 1), value=inputs.size(1))
+            sums.into("bias", row).add_(row)
     total = sums.into("places", grads.new_zeros((), dtype=torch.float64))
     total += grads.size(1)
 
 
 def traced_(sums: Sums, uses: Uses, columns: int) -> None:
     """TKFAC: Σ |g̃|²āāᵀ and Σ |ā|²g̃g̃ᵀ, position by position."""
-    inputs, grads = uses.places()
+    inputs, grads = uses.written().places()
     length = torch.linalg.vector_norm(grads, dim=2, keepdim=True)
     if uses.kind == "index":
         sums.count("input", inputs, length[..., 0].square(), columns)
@@ -166,9 +179,9 @@ def gradients_(sums: Sums, uses: Uses, columns: int) -> None:
         sums.count("input", column[None], rows.square().sum(1)[None], columns)
         return
     if uses.grads.size(2) == 1:
-        traced_(sums, Uses(uses.inputs, uses.grads, uses.kind), columns)
+        traced_(sums, replace(uses, counted=None), columns)
         return
-    for part in example_gradients(uses.inputs, uses.grads):  # [B, n, o, i]
+    for part in example_gradients(uses.written().inputs, uses.grads):  # [B, n, o, i]
         sums.gram("output", part.mT.flatten(1, 2))
         sums.gram("input", part.flatten(1, 2))
 
@@ -176,19 +189,29 @@ def gradients_(sums: Sums, uses: Uses, columns: int) -> None:
 def eigenvalues_(sums: Sums, uses: Uses, bases: Sequence[Tensor | None], columns: int) -> None:
     """EK-FAC: Σ (Q_Gᵀ∇Q_A)^{⊙2}. bases: Q_G, and Q_A or None for I."""
     left, right = bases
-    grads = uses.grads if left is None else uses.grads @ left[:, None]
+    grads = uses.grads if left is None else _rotated(uses.grads, left)
     if uses.kind == "index":
         column, rows = by_column(Uses(uses.inputs, grads, uses.kind))
         sums.count("columns", column[None], rows.square()[None], columns)  # [1, columns, o]
         return
-    inputs = uses.inputs if right is None else uses.inputs @ right[:, None]
+    inputs = uses.written().inputs if right is None else _rotated(uses.inputs, right, uses.bias)
     blocks, _, places, outputs = grads.shape
     total = sums.into("eigenvalues", inputs.new_zeros(blocks, outputs, inputs.size(3)))
     if places == 1:  # never a gradient of one example
         total += grads[:, :, 0].square().mT @ inputs[:, :, 0].square()
         return
-    for part in example_gradients(inputs, grads):
-        total += part.square_().sum(1)
+    for part in example_gradients(inputs, grads, CHUNK // 4):
+        if part.size(1) == 1:
+            total.addcmul_(part[:, 0], part[:, 0])
+        else:
+            total += part.square_().sum(1)
+
+
+def _rotated(rows: Tensor, basis: Tensor, bias: bool = False) -> Tensor:
+    """Rows in a basis, XQ, or [X, 1]Q with a bias. [B, N, S, d], [B, d, d]"""
+    flat = rows.flatten(1, 2)  # one large product a block: a small one an example is slower
+    found = torch.baddbmm(basis[:, -1:], flat, basis[:, :-1]) if bias else flat @ basis
+    return found.unflatten(1, rows.shape[1:3])
 
 
 def diagonal_(sums: Sums, uses: Uses, rows: Sequence[str]) -> None:
@@ -199,10 +222,13 @@ def diagonal_(sums: Sums, uses: Uses, rows: Sequence[str]) -> None:
     total += squares
 
 
-def example_gradients(inputs: Tensor, grads: Tensor) -> Iterator[Tensor]:
-    """∇ = Σ_s g̃āᵀ of some examples at a time. [B, N, S, i], [B, N, S, o] → [B, n, o, i]"""
+def example_gradients(inputs: Tensor, grads: Tensor, held: int = CHUNK) -> Iterator[Tensor]:
+    """∇ = Σ_s g̃āᵀ of some examples at a time. [B, N, S, i], [B, N, S, o] → [B, n, o, i]
+
+    `held`: entries at a time; what only looks at each once is faster with few, near the core.
+    """
     size = inputs.size(0) * inputs.size(3) * grads.size(3)
-    some = max(1, CHUNK // size)
+    some = max(1, held // size)
     for g, a in zip(grads.split(some, 1), inputs.split(some, 1), strict=True):
         yield g.mT @ a
 
@@ -222,10 +248,18 @@ def by_column(uses: Uses) -> tuple[Tensor, Tensor]:
 
 
 def mirrored(sums: Sums) -> dict[str, Tensor]:
-    """The sums, with both halves of those that are square."""
+    """The sums, with both halves of those that are square. They are taken out of `sums`.
+
+    Σāāᵀ is put together here, of Σaaᵀ and the row (Σaᵀ, n) below it: in rows that are longer by
+    one the products of every batch would be slower by a fifth.
+    """
+    row = sums.pop("bias", None)
+    if row is not None:
+        inner = sums.pop("input")
+        sums["input"] = inner.new_empty(len(inner), row.size(2), row.size(2))
+        sums["input"][:, :-1, :-1] = inner
+        sums["input"][:, -1:] = row
     return {
-        name: mirror_(value)
-        if value.ndim == 3 and name in ("input", "output", "softmax")
-        else value
-        for name, value in sums.items()
+        name: mirror_(value) if value.ndim == 3 and name in SQUARE else value
+        for name, value in [(name, sums.pop(name)) for name in list(sums)]
     }

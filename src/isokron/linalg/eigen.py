@@ -25,14 +25,16 @@ def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     lower = matrix.to(torch.promote_types(matrix.dtype, torch.float32)).tril()
     if lower.numel() == 0:
         return lower.new_zeros(lower.shape[:-1]), lower
-    peak = lower.abs().amax((-2, -1))  # NaN where any entry is
+    least, most = lower.flatten(-2).aminmax(dim=-1)  # NaN where any entry is
+    peak = torch.maximum(-least, most)
     finite = peak.isfinite()
     if whole := bool(finite.all()):
         scale = power_of_two(peak)
     else:  # no backend is to see them: some raise, some never return
         scale = power_of_two(torch.where(finite, peak, 1.0))
         lower = lower.masked_fill(~finite[..., None, None], 0.0)
-    values, vectors = _decompose(lower / scale[..., None, None])
+    lower = lower / scale[..., None, None]  # and nothing is held of what was not divided
+    values, vectors = _decompose(lower)
     values = values * scale[..., None]
     if not whole:
         values = values.masked_fill(~finite[..., None], torch.nan)

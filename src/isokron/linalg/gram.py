@@ -77,6 +77,6 @@ def _raise_(out: Tensor) -> None:
 
 def _panels(size: int) -> Iterator[slice]:
     """Ranges of columns, one after the other; one for a matrix too small to be cut."""
-    width = max(LEAST_PANEL, -(-size // PANELS)) if size >= 4 * LEAST_PANEL else max(size, 1)
+    width = max(LEAST_PANEL, -(-size // PANELS)) if size >= 3 * LEAST_PANEL else max(size, 1)
     for start in range(0, size, width):
         yield slice(start, min(start + width, size))
