@@ -1,5 +1,6 @@
 """Every type of layer against its definition: factors, eigenvalues and traces, in float64."""
 
+import importlib
 from typing import Any
 
 import pytest
@@ -362,3 +363,31 @@ def test_the_dimension_of_examples_may_be_the_second() -> None:
     data = [(x, labels(ROWS))]
     found = fit(Second(), data, CROSS_ENTROPY, "ekfac", dtype=torch.float64, batch_dim=1)
     torch.testing.assert_close(found["layer"].to_dense(), want["layer"].to_dense(), **EXACT)
+
+
+@pytest.mark.parametrize(
+    "name", ["llama.modeling_llama.LlamaRMSNorm", "gemma2.modeling_gemma2.Gemma2RMSNorm"]
+)
+def test_root_mean_square_norms_of_transformers_have_their_diagonal(name: str) -> None:
+    pytest.importorskip("transformers")
+    home, _, kind = name.rpartition(".")
+    layer = getattr(importlib.import_module(f"transformers.models.{home}"), kind)(5)
+    model, x = prepared(layer), images(2, 5)
+    squares = torch.zeros(5, dtype=torch.float64)
+    for row, label in zip(x, labels(ROWS), strict=True):
+        loss = nn.functional.cross_entropy(model(row[None]), label[None], reduction="sum")
+        (grad,) = torch.autograd.grad(loss, [layer.weight])
+        squares += grad.square() / ROWS
+    found = known(fitted(model, x, "kfac"))["eigenvalues"]
+    torch.testing.assert_close(found[0, 0], squares, rtol=1e-4, atol=1e-6)  # it is in float32
+
+
+def test_an_embedding_with_a_forward_of_its_own_is_not_known() -> None:
+    class Scaled(nn.Embedding):
+        def forward(self, numbers: Tensor) -> Tensor:
+            return super().forward(numbers) * 3.0
+
+    model = Tailed(nn.Sequential(Scaled(4, 3), nn.Linear(3, 2))).double()
+    with pytest.warns(UserWarning, match=r"curvature of layer\.0 \(Scaled\) is not known"):
+        found = fitted(model, torch.randint(0, 4, (ROWS, 2)), "kfac")
+    assert list(found) == ["layer.1"]

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-Norm = nn.LayerNorm | nn.RMSNorm | nn.GroupNorm
+NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
+EPSILONS = ("eps", "variance_epsilon", "epsilon")  # names of it in norms that are not torch's
 
 
 class View(Protocol):
@@ -92,9 +93,9 @@ class Table:
 
 @dataclass(frozen=True)
 class Affine:
-    """y = w ⊙ x̂ + b of a norm."""
+    """y = w ⊙ x̂ + b of a norm. Where it is (1 + w) ⊙ x̂, gradients are the same."""
 
-    module: Norm
+    module: nn.Module
     form: str = "diagonal"
     kind: str = "diagonal"
     groups: int = 1
@@ -105,7 +106,7 @@ class Affine:
     def outputs(self, y: Tensor, batch_dim: int) -> Tensor:
         if isinstance(self.module, nn.GroupNorm):
             return y.reshape(*y.shape[:2], -1).mT[None]  # [1, N, S, channels]
-        return positions(y.flatten(-len(self.module.normalized_shape)), batch_dim)
+        return positions(y.flatten(-len(_normalized_shape(self.module))), batch_dim)
 
 
 def positions(x: Tensor, batch_dim: int) -> Tensor:
@@ -135,14 +136,36 @@ def _batched(conv: nn.modules.conv._ConvNd, x: Tensor) -> Tensor:
     return x[None] if x.ndim == len(conv.kernel_size) + 1 else x
 
 
-def normalized(module: Norm, x: Tensor) -> Tensor:
+def normalized(module: nn.Module, x: Tensor) -> Tensor:
     """x̂: what the norm makes of x before weight and bias, in float32 at least."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     if isinstance(module, nn.LayerNorm):
         return functional.layer_norm(x, module.normalized_shape, eps=module.eps)
     if isinstance(module, nn.GroupNorm):
         return functional.group_norm(x, module.num_groups, eps=module.eps)
-    return functional.rms_norm(x, module.normalized_shape, eps=module.eps)
+    if isinstance(module, nn.RMSNorm):
+        return functional.rms_norm(x, module.normalized_shape, eps=module.eps)
+    return functional.rms_norm(x, _normalized_shape(module), eps=_epsilon(module))
+
+
+def _normalized_shape(module: nn.Module) -> tuple[int, ...]:
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+        return tuple(module.normalized_shape)
+    assert isinstance(module.weight, Tensor)
+    return tuple(module.weight.shape)
+
+
+def _epsilon(module: nn.Module) -> float | None:
+    """Of a class of its own that is a root-mean-square norm by name; None if it has none."""
+    found = (getattr(module, name, None) for name in EPSILONS)
+    return next((value for value in found if isinstance(value, float)), None)
+
+
+def _is_rms_norm(module: nn.Module) -> bool:
+    """As transformers has them, one for every architecture: a weight, and nothing else."""
+    own = [name for name, _ in module.named_parameters()]
+    named = type(module).__name__.endswith("RMSNorm")
+    return named and own == ["weight"] and _epsilon(module) is not None
 
 
 def view_of(module: nn.Module) -> View | None:
@@ -154,7 +177,12 @@ def view_of(module: nn.Module) -> View | None:
     if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         return Convolution(module)
     if isinstance(module, nn.Embedding):
-        return Table(module.padding_idx)
-    if isinstance(module, nn.LayerNorm | nn.GroupNorm | nn.RMSNorm):
+        # one that scales what it looks up, or looks up something else, is not known
+        return Table(module.padding_idx) if _keeps_forward(module, nn.Embedding) else None
+    if isinstance(module, NORMS) or _is_rms_norm(module):
         return Affine(module)
     return None
+
+
+def _keeps_forward(module: nn.Module, kind: type[nn.Module]) -> bool:
+    return type(module).forward is kind.forward
