@@ -203,7 +203,9 @@ def test_a_layer_used_on_different_numbers_of_examples_is_named() -> None:
 def test_positions_that_all_examples_share_are_warned_of_once(
     places: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys.modules["isokron.curvature.fit"], "KEPT", 0)  # the data is seen twice
+    monkeypatch.setattr(
+        sys.modules["isokron.curvature.folding"], "KEPT", 0
+    )  # the data is seen twice
 
     class Positions(nn.Module):
         def __init__(self) -> None:

@@ -1,5 +1,6 @@
 """Curvature of a model: a mapping from layers to operators, and what is done with all of them."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ class Curvature(Mapping[str, Operator]):
         self._operators = dict(operators or {})
         self._spectra: dict[str, Spectrum] = {}
         self.notes: dict[str, dict[str, Any]] = {name: {} for name in self.layers}
+        # of eigendecompositions: how many needed what
+        self.retries = {layer.name: Counter(layer.retries) for layer in layers}
 
     def __getitem__(self, name: str) -> Operator:
         if name not in self._operators:
@@ -41,7 +44,7 @@ class Curvature(Mapping[str, Operator]):
         """The eigendecomposition of a layer's operator, found once."""
         if name not in self._spectra:
             try:
-                self._spectra[name] = spectrum_of(self[name])
+                self._spectra[name] = spectrum_of(self[name], self.retries[name])
             except ValueError as error:
                 raise ValueError(f"layer {name!r}: {error}") from None
         return self._spectra[name]
@@ -88,7 +91,7 @@ class Curvature(Mapping[str, Operator]):
                 lifted = damping, split, relative, max_condition
                 made[name], notes[name] = self._by_eigenvalues(name, p, *lifted)
         result = Curvature(list(self.layers.values()), made)
-        result.notes = notes
+        result.notes, result.retries = notes, self.retries
         return result
 
     def _by_eigenvalues(
@@ -114,7 +117,6 @@ class Curvature(Mapping[str, Operator]):
             "condition_before": found.condition(),
             "condition_after": lifted.condition(),
             "clipped": clipped,
-            "fallbacks": {},
         }
 
     def _by_sides(
@@ -193,7 +195,9 @@ class Curvature(Mapping[str, Operator]):
                 record["trace"] = known and known.trace()
                 record["condition"] = known and known.condition()
                 record["effective_rank"] = known and known.effective_rank()
-            records.append({**record, **self.notes.get(name, {})})
+            note = self.notes.get(name, {})
+            fallbacks = {**self.retries[name], **note.get("fallbacks", {})}
+            records.append({**record, **note, "fallbacks": fallbacks})
         return records
 
     def save(self, folder: str | Path) -> None:

@@ -1,7 +1,7 @@
 """A model and data become curvature: one operator a layer."""
 
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import replace
 from operator import length_hint
 from typing import Any
 
@@ -9,19 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from isokron.curvature import heads, statistics
-from isokron.curvature.columns import Columns, Policy
+from isokron.curvature.columns import Policy
 from isokron.curvature.curvature import Curvature
+from isokron.curvature.folding import Folding, Kept, check_finite
 from isokron.curvature.layer import Layer
 from isokron.curvature.likelihoods import Likelihood, Loss
 from isokron.curvature.passes import Passes
 from isokron.curvature.sites import Site, find_sites
-from isokron.curvature.statistics import Sums, Uses, either, mirrored, reduced
+from isokron.curvature.statistics import Sums, Uses
 from isokron.linalg import eigh
 
 METHODS = ("kfac", "ekfac", "tkfac", "shampoo")
 FISHERS = ("empirical", "sampled", "exact")
 SHARINGS = ("expand", "reduce")
-KEPT = 2**26  # bytes of inputs and gradients that are kept for a second look, to save a second pass
 
 
 def fit(
@@ -79,122 +79,75 @@ def fit(
             "needs all eigenvectors of it; use policy='none', or method='kfac'"
         )
     sites = find_sites(model, layers, strict)
-    sums = {site.name: Columns(keeping) for site in sites}
-    kept: list[tuple[Site, Uses]] | None = [] if method == "ekfac" else None
-    size, done, expected = 0, 0, length_hint(batches)  # 0 where no length is known
-    waiting: dict[str, tuple[Site, Uses]] = {}
-
-    def first(site: Site, uses: Uses) -> None:
-        nonlocal kept, size
-        own = sums[site.name]
-        shared = reduced(uses) if sharing == "reduce" else uses
-        if uses.kind == "softmax":
-            if method in ("kfac", "ekfac"):
-                heads.covariance_(own, uses)
-                waiting[site.name] = site, uses
-            else:
-                heads.traced_(own, uses, sharing if method == "tkfac" else "expand")
-            kept = None
-            return
-        if uses.kind == "diagonal":
-            statistics.diagonal_(own, uses, list(site.layout.params))
-        elif method in ("kfac", "ekfac") and fisher == "exact":
-            statistics.output_covariance_(own, shared)
-            waiting[site.name] = site, either(waiting.get(site.name, (site, None))[1], uses)
-        elif method in ("kfac", "ekfac"):
-            statistics.covariances_(own, shared, site.columns)
-        elif method == "tkfac":
-            statistics.traced_(own, shared, site.columns)
-        else:
-            statistics.gradients_(own, uses, site.columns)
-        if kept is not None and uses.kind != "diagonal":
-            size += uses.inputs.nbytes + uses.grads.nbytes
-            # a copy of inputs, for they may lie in memory that the next batch writes to
-            again = replace(uses, inputs=uses.inputs.clone())
-            # what will not all fit is dropped at once, and not when half of the data are held
-            fits = size <= KEPT and size * expected <= KEPT * (done + 1)
-            kept = [*kept, (site, again)] if fits else None
-
-    def inputs() -> None:
-        """Inputs count once, however many passes went back from them."""
-        nonlocal done
-        done += 1
-        for site, uses in waiting.values():
-            shared = reduced(uses) if sharing == "reduce" else uses
-            statistics.input_covariance_(sums[site.name], shared, site.columns)
-        waiting.clear()
-
-    go = Passes(model, batches, loss, fisher, dtype, seed, sites, batch_dim)
-    terms = go.over(first, inputs)
-    found = {site.name: _finished(site, sums[site.name], method, terms) for site in sites}
+    folding = Folding(sites, method, fisher, sharing, keeping, length_hint(batches))
+    passes = Passes(model, batches, loss, fisher, dtype, seed, sites, batch_dim)
+    terms = passes.over(folding.take, folding.end)
+    found = folding.finished(terms)
+    retries: dict[str, Counter[str]] = {site.name: Counter() for site in sites}
     if method == "ekfac":
-        bases = {s.name: _bases(found[s.name]) for s in sites if s.view.kind != "diagonal"}
-        second = {name: Sums() for name in bases}
-
-        def correct(site: Site, uses: Uses) -> None:
-            if uses.kind == "softmax":
-                heads.eigenvalues_(second[site.name], uses, bases[site.name])
-            elif site.name in bases:
-                pair = bases[site.name]
-                statistics.eigenvalues_(second[site.name], uses, pair, site.columns)
-
-        if kept is None:
-            go.over(correct)
-        else:
-            with go.plain():
-                for site, uses in kept:
-                    correct(site, uses)
-        for name, pair in bases.items():
-            found[name].update(_eigen(second[name], pair, terms))
-            _check_finite(name, found[name])
+        _correct_(found, sites, passes, folding.kept, terms, retries)
     return Curvature(
         [
-            Layer(site.name, method, site.view.kind, site.layout, found[site.name], policy, terms)
+            Layer(
+                site.name,
+                method,
+                site.view.kind,
+                site.layout,
+                found[site.name],
+                policy,
+                terms,
+                dict(retries[site.name]),
+            )
             for site in sites
         ]
     )
 
 
-def _finished(site: Site, sums: Columns, method: str, terms: float) -> dict[str, Tensor]:
-    """Sums made means: by the positions for inputs of K-FAC, by the terms for all others."""
-    columns = sums.kept(terms)
-    found = mirrored(sums)
-    if "softmax" in found:
-        found["output"] = heads.output_side(found)
-    places = found.pop("places", None)
-    for name, value in found.items():
-        by = float(places) if name == "input" and places is not None else terms
-        found[name] = value.div_(by)
-    found.update(columns)
-    _check_finite(site.name, found)
-    return found
+def _correct_(
+    found: dict[str, dict[str, Tensor]],
+    sites: list[Site],
+    passes: Passes,
+    kept: Kept,
+    terms: float,
+    retries: dict[str, Counter[str]],
+) -> None:
+    """EK-FAC: in the place of both sides their eigenbases, and Λ, of a second look at the data."""
+    bases = {}
+    for site in sites:
+        if site.view.kind != "diagonal":
+            own = found[site.name]
+            # a side is gone before the next is decomposed
+            sides = own.pop("output"), own.pop("input")
+            bases[site.name] = _bases(sides, retries[site.name])
+    sums = {name: Sums() for name in bases}
+
+    def take(site: Site, uses: Uses) -> None:
+        if uses.kind == "softmax":
+            heads.eigenvalues_(sums[site.name], uses, bases[site.name])
+        elif site.name in bases:
+            statistics.eigenvalues_(sums[site.name], uses, bases[site.name], site.columns)
+
+    if kept.uses is None:
+        passes.over(take)
+    else:
+        with passes.plain():
+            for site, uses in kept.uses:
+                take(site, uses)
+    for name, (left, right) in bases.items():
+        by_column = "columns" in sums[name]
+        values = sums[name]["columns"].mT if by_column else sums[name]["eigenvalues"]
+        found[name]["eigenvalues"] = (values / terms).contiguous()
+        found[name]["basis.output"] = left
+        if right is not None:
+            found[name]["basis.input"] = right
+        check_finite(name, found[name])
 
 
-def _check_finite(layer: str, found: dict[str, Tensor]) -> None:
-    for name, value in found.items():
-        if not bool(torch.stack(value.aminmax()).isfinite().all()):  # without a copy of it
-            raise FloatingPointError(
-                f"layer {layer!r}: {name} statistics are not finite; look for NaN or Inf in the "
-                "data, or for losses that overflow in half precision"
-            )
-
-
-def _bases(found: dict[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
+def _bases(sides: tuple[Tensor, Tensor], retries: Counter[str]) -> tuple[Tensor, Tensor | None]:
     """Eigenbases of both sides; None for inputs that are numbers of columns."""
-    left = eigh(found["output"])[1]
-    return left, eigh(found["input"])[1] if found["input"].ndim == 3 else None
-
-
-def _eigen(
-    sums: Sums, bases: tuple[Tensor | None, Tensor | None], terms: float
-) -> dict[str, Tensor]:
-    by_column = "columns" in sums
-    values = sums["columns"].mT.contiguous() if by_column else sums["eigenvalues"]
-    names = ("basis.output", "basis.input")
-    return {
-        "eigenvalues": values / terms,
-        **{name: basis for name, basis in zip(names, bases, strict=True) if basis is not None},
-    }
+    output, inputs = sides
+    left = eigh(output, retries)[1]
+    return left, eigh(inputs, retries)[1] if inputs.ndim == 3 else None
 
 
 def _check(**given: tuple[str, tuple[str, ...]]) -> None:

@@ -1,6 +1,6 @@
 """What is known of one layer, and the operator that it makes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ class Layer:
     statistics: dict[str, Tensor]
     policy: str = "none"
     terms: float = 0.0
+    retries: dict[str, int] = field(default_factory=dict)  # of eigendecompositions, by what helped
 
     @property
     def columns(self) -> int | None:

@@ -1,5 +1,6 @@
 """Eigenvalues of a layer's operator: clipped, damped, raised to powers, and told about."""
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 import torch
@@ -76,8 +77,11 @@ class Spectrum:
         return KronThin((left, right), self.values**p, self.rest**p)
 
 
-def spectrum_of(operator: Operator) -> Spectrum:
-    """The eigendecomposition of an operator. What is below zero in it is rounding."""
+def spectrum_of(operator: Operator, retries: Counter[str] | None = None) -> Spectrum:
+    """The eigendecomposition of an operator. What is below zero in it is rounding.
+
+    `retries`: see isokron.linalg.eigh.
+    """
     if isinstance(operator, KronThin):
         thin, right = operator.bases
         others = thin.size(-2) - thin.size(-1)
@@ -86,7 +90,7 @@ def spectrum_of(operator: Operator) -> Spectrum:
         left, right = operator.bases
         values = operator.eigenvalues
         return Spectrum((left, right), values, torch.zeros_like(values[:, :1]))
-    (values, left, rest), (own, right, _) = map(_eigen, operator.factors)
+    (values, left, rest), (own, right, _) = (_eigen(factor, retries) for factor in operator.factors)
     others = 0 if left is None else left.size(-2) - left.size(-1)
     return _multiplied(Spectrum((left, right), values, rest, others), Sides(values, own, rest))
 
@@ -152,7 +156,7 @@ def _lifted(found: Spectrum, most: float | None) -> tuple[Tensor, Tensor, int]:
     return values.maximum(floor), rest.maximum(floor), lifted
 
 
-def _eigen(factor: Factor) -> tuple[Tensor, Tensor | None, Tensor]:
+def _eigen(factor: Factor, retries: Counter[str] | None) -> tuple[Tensor, Tensor | None, Tensor]:
     """Eigenvalues [B, r], their vectors, None for I, and the eigenvalue of all else [B, 1]."""
     if isinstance(factor, Diagonal):
         values = factor.values.clamp_min(0)
@@ -167,6 +171,6 @@ def _eigen(factor: Factor) -> tuple[Tensor, Tensor | None, Tensor]:
             "are not found; use inverse(damping, split='sides'), which does without"
         )
     assert isinstance(factor, Dense | LowRank)
-    values, basis = eigh(factor.to_dense())
+    values, basis = eigh(factor.to_dense(), retries)
     values = values.clamp_min(0)
     return values, basis, torch.zeros_like(values[:, :1])

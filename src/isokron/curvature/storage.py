@@ -49,6 +49,7 @@ def save_curvature(curvature: Curvature, folder: str | Path) -> None:
                 "statistics": sorted(layer.statistics),
                 "policy": layer.policy,
                 "terms": layer.terms,
+                "retries": layer.retries,
             }
             for layer in curvature.layers.values()
         ],
@@ -79,7 +80,9 @@ def load_curvature(folder: str | Path, model: nn.Module | None = None) -> Curvat
                 raise ValueError(f"layer {record['name']!r}: {key!r} is missing from {path}")
             found[key] = tensors[name]
         what = record["name"], record["method"], record["kind"]
-        layer = Layer(*what, layout, found, record["policy"], record["terms"])
+        layer = Layer(
+            *what, layout, found, *(record[key] for key in ("policy", "terms", "retries"))
+        )
         _check_shapes(layer)
         layers.append(layer)
     if model is not None:

@@ -1,6 +1,7 @@
 """Eigenvalues and eigenvectors of symmetric matrices, where one bad matrix spoils no other."""
 
 import logging
+from collections import Counter
 
 import torch
 from torch import Tensor
@@ -14,11 +15,12 @@ logger = logging.getLogger(__name__)
 JITTERS = (1e-7, 1e-6, 1e-5)
 
 
-def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+def eigh(matrix: Tensor, retries: Counter[str] | None = None) -> tuple[Tensor, Tensor]:
     """A = Q diag(λ) Qᵀ, λ ascending. A: [..., n, n], of which only the lower triangle is read.
 
     Half precision is computed and returned in float32. Where A is not finite, or every retry
-    failed, λ and Q of that matrix are NaN. Retries: alone → float64 → float64 with jitter.
+    failed, λ and Q of that matrix are NaN. Retries: alone → float64 → float64 with jitter, and
+    `retries` counts the matrices that each of them helped.
     """
     if matrix.ndim < 2 or matrix.size(-2) != matrix.size(-1):
         raise ValueError(f"eigh needs matrices [..., n, n], got shape {tuple(matrix.shape)}")
@@ -34,7 +36,7 @@ def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
         scale = power_of_two(torch.where(finite, peak, 1.0))
         lower = lower.masked_fill(~finite[..., None, None], 0.0)
     lower = lower / scale[..., None, None]  # and nothing is held of what was not divided
-    values, vectors = _decompose(lower)
+    values, vectors = _decompose(lower, Counter() if retries is None else retries)
     values = values * scale[..., None]
     if not whole:
         values = values.masked_fill(~finite[..., None], torch.nan)
@@ -48,14 +50,15 @@ def power_of_two(peak: Tensor) -> Tensor:
     return peak / (2 * torch.frexp(peak).mantissa)
 
 
-def _decompose(scaled: Tensor) -> tuple[Tensor, Tensor]:
+def _decompose(scaled: Tensor, retries: Counter[str]) -> tuple[Tensor, Tensor]:
     try:
         if singly(scaled):
             pairs = each(_checked, scaled)
             return torch.stack([v for v, _ in pairs]), torch.stack([q for _, q in pairs])
         return _checked(scaled)
     except LinAlgError:
-        values, vectors = _one_by_one(scaled.flatten(0, -3) if scaled.ndim > 2 else scaled[None])
+        batch = scaled.flatten(0, -3) if scaled.ndim > 2 else scaled[None]
+        values, vectors = _one_by_one(batch, retries)
         return values.view(scaled.shape[:-1]), vectors.view(scaled.shape)
 
 
@@ -67,7 +70,7 @@ def _checked(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return values, vectors
 
 
-def _one_by_one(batch: Tensor) -> tuple[Tensor, Tensor]:
+def _one_by_one(batch: Tensor, counts: Counter[str]) -> tuple[Tensor, Tensor]:
     """What the batched call could not do, by ever stronger means. batch: [B, n, n]"""
     values = torch.full_like(batch[..., 0], torch.nan)
     vectors = torch.full_like(batch, torch.nan)
@@ -86,6 +89,7 @@ def _one_by_one(batch: Tensor) -> tuple[Tensor, Tensor]:
                 failed.append(i)
             else:
                 values[i], vectors[i] = found
+                counts[name] += 1
         pending = failed
         if not pending:
             break
