@@ -124,14 +124,14 @@ def test_ids_name_every_training_example_once(task):
     assert len(task.ids) == (len(task.train) if "speeches" in task.name else 0)
 
 
-@pytest.mark.parametrize("name", ["digits-tiny", "mnist-tiny"])
-def test_images_are_shown_in_the_grey_levels_they_came_in(name):
-    task = tasks.load(name)
+def test_images_are_shown_in_the_grey_levels_they_came_in(task):
+    if "speeches" in task.name:
+        pytest.skip("has no images")
     for example, shown in zip(range(3), task.show(task.train.batch(torch.arange(3))), strict=True):
         assert shown.image.dtype == torch.uint8
         assert shown.image.shape == task.train.tensors[0].shape[2:]
         assert shown.label == str(task.train.tensors[1][example].item())
-        steps = 16 if "digits" in name else 255
+        steps = 16 if "digits" in task.name else 255
         levels = shown.image.double() * steps / 255
         assert (levels - levels.round()).abs().max() < 0.05
         assert shown.image.max() > 200

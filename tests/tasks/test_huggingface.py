@@ -232,6 +232,18 @@ def test_tokens_of_unknown_origin_are_decoded(folder):
     assert (other.text, other.title) == (decoded.text, "")
 
 
+def test_a_tokenizer_that_knows_no_places_shows_what_it_decodes(tmp_path):
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(**{**GPT2, "vocab_size": 384, "n_positions": 128})
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    transformers.ByT5Tokenizer().save_pretrained(tmp_path)  # bytes, and a mark at the end
+    task = language_model(tmp_path, DOCUMENTS, evaluation=0)
+    for document, shown in zip(DOCUMENTS, task.show(task.train.tensors), strict=True):
+        assert shown.text == document.text
+        assert len(shown.tokens) == len(document.text.encode())
+        assert shown.tokens[-1] == ""
+
+
 def test_a_query_is_tokenized_as_documents_are(folder):
     task = task_of("llama", folder, evaluation=0)
     batch = task.read(SENTENCES[1])
@@ -366,6 +378,12 @@ def test_a_model_without_all_of_its_weights_is_not_taken_for_trained(folder):
     )
     assert not task.trained
     assert task.losses(task.model(), task.train.batch(torch.arange(4))).shape == (4,)
+
+
+def test_a_text_whose_end_would_be_taken_for_padding_is_refused(folder):
+    with pytest.raises(ValueError, match=r"the query ends with token 0, .* set pad_token_id"):
+        task_of("gpt2-classes", folder).read("The cat sat.<end>")
+    assert task_of("gpt2", folder).read("The cat sat.<end>")  # attention alone is told of padding
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "/no/such/folder", ""])

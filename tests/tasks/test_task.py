@@ -103,3 +103,5 @@ def test_ids_of_another_number_than_the_examples_are_refused():
         toy(ids=["a", "b"])
     with pytest.raises(TypeError, match="a sequence of strings, got one, 'abcdefghijkl'"):
         toy(ids="abcdefghijkl")
+    with pytest.raises(TypeError, match="ids must be strings, got int 0"):
+        toy(ids=list(range(12)))

@@ -33,7 +33,7 @@ class Corpus:
         **columns: str | None,
     ) -> None:
         _check(context, long, marks, pretrained)
-        self.pad = pretrained.pad
+        self.pad, self.own_pad = pretrained.pad, pretrained.own_pad
         self.encoder = Encoder(pretrained.tokenizer, context or pretrained.context, long, marks)
         known, unseen = _split(data, evaluation, columns)
         train = list(self.encoder.parts(known))
@@ -52,6 +52,14 @@ class Corpus:
         self.first = tuple(tensor[:1] for tensor in every)
 
     def _batch(self, parts: Sequence[Part], first: int) -> Batch:
+        for part in parts:
+            # a language model made a classifier looks for the last token that does not pad
+            if self.encoder.marks and not self.own_pad and int(part.tokens[-1]) == self.pad:
+                raise ValueError(
+                    f"{part.id or 'the query'} ends with token {self.pad}, with which rows are "
+                    "padded as the model's configuration names none; set pad_token_id there to a "
+                    "token that ends no text"
+                )
         tokens, lengths = padded([part.tokens for part in parts], self.pad)
         return tokens, lengths, torch.arange(first, first + len(parts))
 

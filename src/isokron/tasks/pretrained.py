@@ -43,6 +43,8 @@ class Pretrained:
         self.config = self._from("AutoConfig")
         self.tokenizer = self._from("AutoTokenizer")
         self.pad = self._pad()
+        # the model was not made with this one, and may take it for padding at the end of a text
+        self.own_pad = self.pad == self.config.get_text_config().pad_token_id
         self.options: dict[str, Any] | None = None
 
     def _from(self, kind: str, **options: Any) -> Any:

@@ -121,6 +121,12 @@ class Task:
     def _check_ids(self) -> None:
         if isinstance(self.ids, str):
             raise TypeError(f"Task ids must be a sequence of strings, got one, {self.ids!r:.60}")
+        wrong = next((name for name in self.ids if not isinstance(name, str)), None)
+        if wrong is not None:
+            raise TypeError(
+                f"Task ids must be strings, got {type(wrong).__name__} {wrong!r:.40}; "
+                "make them so: ids=[str(name) for name in ids]"
+            )
         if len(self.ids) not in (0, len(self.train)):
             raise ValueError(
                 f"Task ids must name each of the {len(self.train)} training examples, got "

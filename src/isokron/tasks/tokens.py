@@ -100,7 +100,9 @@ class Encoder:
         found, before, whole = [], 0, 0
         for k in range(1, len(tokens) + 1):
             known, longer = decode(before, whole), decode(before, k)
-            complete = not longer.endswith("\ufffd") or k == len(tokens)
+            # of half a character some tokenizers tell nothing, and others that it is broken
+            broken = longer.endswith("\ufffd") and k < len(tokens)
+            complete = len(longer) > len(known) and not broken
             found.append(longer[len(known) :] if complete else "")
             if complete:
                 before, whole = whole, k
