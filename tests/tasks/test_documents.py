@@ -100,6 +100,12 @@ def test_the_only_column_of_strings_holds_the_text(tmp_path):
     assert [d.text for d in read_documents(path)] == ["one", "two"]
 
 
+def test_labels_and_ids_are_not_taken_for_the_text(tmp_path):
+    path = write(tmp_path, "a.csv", "key,sentence,class\nk,War and peace.,good\n")
+    found = read_documents(path, label="class", id="key")
+    assert found == [Document("k", "War and peace.", "good")]
+
+
 def test_labels_and_ids_may_be_numbers(tmp_path):
     path = write(tmp_path, "a.jsonl", '{"text": "one", "y": 0, "key": 7}')
     assert read_documents(path, label="y", id="key") == [Document("7", "one", "0")]

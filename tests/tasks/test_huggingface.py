@@ -345,7 +345,9 @@ def test_sample_is_text_and_repeatable(kind, folder):
         ("gpt2", DOCUMENTS, {"long": "drop"}, "long must be one of error, cut, split, got 'drop'"),
         ("bert", DOCUMENTS, {"long": "split"}, "long must be one of error, cut, got 'split'"),
         ("gpt2", DOCUMENTS, {"evaluation": 0.99}, "leaves some to train on, got 0.99"),
-        ("gpt2", [*DOCUMENTS, Document("x", "a")], {}, "document 'x' has 1 token, .* to predict"),
+        ("gpt2", [*DOCUMENTS, Document("x", "a")], {}, "document 'x' must have 2 tokens or more"),
+        ("gpt2", [], {}, "at least one document each"),
+        ("gpt2", DOCUMENTS, {"evaluation": []}, "at least one document each"),
         ("bert", [*DOCUMENTS, Document("x", "a", "so-so")], {},
          "document 'x' has the label 'so-so', which the model does not know; it knows good, bad"),
         ("gpt2", [*DOCUMENTS, *DOCUMENTS], {"evaluation": 0}, "got 'd0' at positions 0 and 6"),
@@ -390,6 +392,11 @@ def test_a_text_whose_end_would_be_taken_for_padding_is_refused(folder):
 def test_a_folder_that_is_not_there_is_not_looked_for_on_the_hub(name, offline):
     with pytest.raises(ValueError, match=r"no folder '.*' with a model; give the folder"):
         language_model(name, DOCUMENTS)
+
+
+def test_the_folder_one_is_in_has_a_name(folder, monkeypatch):
+    monkeypatch.chdir(folder("gpt2"))
+    assert language_model(".", DOCUMENTS).name == "gpt2"
 
 
 def test_a_folder_without_a_model_is_named(tmp_path, offline):

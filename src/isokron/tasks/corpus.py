@@ -117,6 +117,8 @@ def _split(
         return read_documents(source, **columns) if isinstance(source, str | Path) else source
 
     documents = read(data)
+    if not documents or not (isinstance(evaluation, int | float) or evaluation):
+        raise ValueError("data and evaluation must hold at least one document each, got none")
     if not isinstance(evaluation, int | float):
         return documents, read(evaluation)
     if evaluation == 0:

@@ -33,8 +33,8 @@ def read_documents(
     .txt file is one. All else is a name for datasets.load_dataset: `name`, `name:split` or
     `name:configuration:split`, the split being train if none is given.
 
-    text, label, id: names of columns. By default the text is in `text`, or in the only column of
-    strings; ids are in `id` if there is such a column, and numbers of rows from 1 if not.
+    text, label, id: names of columns. By default the text is in `text`, or in the only other column
+    of strings; ids are in `id` if there is such a column, and numbers of rows from 1 if not.
     """
     if not str(source):
         raise ValueError("data must be a file, a folder or a data set's name, got nothing")
@@ -68,8 +68,8 @@ def _documents(
     found = []
     for number, (where, row) in enumerate(rows, 1):
         if number == 1:
-            text = text or _text_column(where, row)
             id = id or ("id" if "id" in row else None)
+            text = text or _text_column(where, row, {label, id})
         assert text is not None
         name = str(number) if id is None else _value(where, row, id, "id")
         of = None if label is None else _value(where, row, label, "label")
@@ -83,8 +83,8 @@ def _documents(
     return found
 
 
-def _text_column(where: str, row: dict[str, Any]) -> str:
-    strings = [name for name, value in row.items() if isinstance(value, str)]
+def _text_column(where: str, row: dict[str, Any], others: set[str | None]) -> str:
+    strings = [name for name, value in row.items() if isinstance(value, str) and name not in others]
     if "text" in row or len(strings) == 1:
         return "text" if "text" in row else strings[0]
     raise ValueError(

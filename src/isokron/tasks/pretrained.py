@@ -32,7 +32,7 @@ class Pretrained:
         folder = Path(model).expanduser()
         local = folder.is_dir() and self.path != ""
         if local:
-            self.path = str(folder)
+            self.path, self.name = str(folder), folder.resolve().name
         elif isinstance(model, Path) or folder.exists() or self.path[0] in "./~":
             raise ValueError(
                 f"no folder {self.path!r} with a model; give the folder that save_pretrained "

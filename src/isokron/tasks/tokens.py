@@ -61,9 +61,10 @@ class Encoder:
         return self.tokenizer(texts, verbose=False, **options)
 
     def _parts(self, document: Document, tokens: Tensor, name: str) -> Iterator[Part]:
-        if len(tokens) < 2 and not self.marks:
+        least = 1 if self.marks else 2  # the first token of a language model is not predicted
+        if len(tokens) < least:
             raise ValueError(
-                f"{name} has {len(tokens)} token, and so nothing to predict: "
+                f"{name} must have {least} tokens or more to learn from, got {len(tokens)} in "
                 f"{document.text!r:.40}; leave it out"
             )
         if len(tokens) <= self.context:
