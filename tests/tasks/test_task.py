@@ -79,3 +79,29 @@ def test_a_model_in_place_of_a_function_that_makes_one_is_refused():
 def test_logits_that_are_no_function_are_refused_with_the_remedy():
     with pytest.raises(TypeError, match=r"logits must be callable or None, got Tensor; pass"):
         toy(logits=torch.zeros(3))
+
+
+@pytest.mark.parametrize("argument", ["show", "read"])
+def test_other_functions_are_refused_alike(argument):
+    with pytest.raises(TypeError, match=rf"{argument} must be callable or None, got str; pass"):
+        toy(**{argument: "words"})
+
+
+def test_what_attribution_needs_may_be_left_out():
+    task = toy()
+    assert (task.show, task.read, list(task.ids), task.trained) == (None, None, [], False)
+
+
+def test_equal_ids_are_refused_with_both_positions():
+    names = [str(i) for i in range(11)]
+    with pytest.raises(ValueError, match=r"must differ, got '4' at positions 4 and 11"):
+        toy(ids=[*names, "4"])
+
+
+def test_ids_of_another_number_than_the_examples_are_refused():
+    with pytest.raises(ValueError, match=r"each of the 12 training examples, got 2"):
+        toy(ids=["a", "b"])
+    with pytest.raises(TypeError, match="a sequence of strings, got one, 'abcdefghijkl'"):
+        toy(ids="abcdefghijkl")
+    with pytest.raises(TypeError, match="ids must be strings, got int 0"):
+        toy(ids=list(range(12)))

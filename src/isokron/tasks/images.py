@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from isokron.tasks.data import import_data, shuffled
 from isokron.tasks.models import ConvNet
+from isokron.tasks.shown import Shown
 from isokron.tasks.task import Batch, Examples, Task
 
 SIZES = {"tiny": {"width": 16, "hidden": 64}, "small": {"width": 32, "hidden": 256}}
@@ -50,7 +51,18 @@ def image_task(
         unit="cross-entropy",
         sample=lambda model: predictions(model, evaluation),
         logits=scores,
+        show=lambda batch: shown(batch, mean, std),
     )
+
+
+def shown(batch: Batch, mean: Tensor, std: Tensor) -> list[Shown]:
+    """Images brought back to grey levels, and their labels."""
+    images, labels = (tensor.cpu() for tensor in batch)
+    grey = ((images[:, 0] * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
+    return [
+        Shown(image=image, label=str(label))
+        for image, label in zip(grey, labels.tolist(), strict=True)
+    ]
 
 
 def scores(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:

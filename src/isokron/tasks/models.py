@@ -82,8 +82,9 @@ class ByteTransformer(nn.Module):
                 linear.weight.data.div_((2 * layers) ** 0.5)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        length = tokens.shape[1]
-        x = self.tokens(tokens) + self.positions(arange(length, device=tokens.device))
+        # asked for once an example, so that curvature sees the gradient of each
+        positions = arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        x = self.tokens(tokens) + self.positions(positions)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))

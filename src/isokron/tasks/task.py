@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
+
+from isokron.tasks.shown import Shown
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -56,6 +58,10 @@ class Task:
     logits: where the loss is a cross-entropy, scores of classes, in the last dimension, and their
     integer targets, −100 where none counts. The curvature of one prediction, and labels drawn from
     the model, can be had of these only.
+    show: what a person sees of each example of a batch.
+    read: a batch of one example, made of a person's words.
+    ids: a name of its own for every training example; left out, they are numbered.
+    trained: whether `model` gives one that has been trained already.
     """
 
     name: str
@@ -67,6 +73,10 @@ class Task:
     unit: str = "loss"
     sample: Callable[[nn.Module], str] | None = None
     logits: Callable[[nn.Module, Batch], tuple[Tensor, Tensor]] | None = None
+    show: Callable[[Batch], list[Shown]] | None = None
+    read: Callable[[str], Batch] | None = None
+    ids: Sequence[str] = ()
+    trained: bool = False
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -89,16 +99,48 @@ class Task:
                     f"Task {argument} must be callable, got "
                     f"{type(getattr(self, argument)).__name__}; pass a function"
                 )
-        if self.logits is not None and not callable(self.logits):
-            raise TypeError(
-                f"Task logits must be callable or None, got {type(self.logits).__name__}; pass a "
-                "function of model and batch that returns scores and targets"
-            )
+        optional = {
+            "logits": "of model and batch that returns scores and targets",
+            "show": "of a batch that returns one Shown an example",
+            "read": "of a text that returns a batch of one example",
+        }
+        for argument, what in optional.items():
+            value = getattr(self, argument)
+            if value is not None and not callable(value):
+                raise TypeError(
+                    f"Task {argument} must be callable or None, got {type(value).__name__}; "
+                    f"pass a function {what}"
+                )
         if not 1 <= self.batch_size <= len(self.train):
             raise ValueError(
                 f"Task batch_size must lie between 1 and the {len(self.train)} training examples, "
                 f"got {self.batch_size}; choose a smaller batch"
             )
+        self._check_ids()
+
+    def _check_ids(self) -> None:
+        if isinstance(self.ids, str):
+            raise TypeError(f"Task ids must be a sequence of strings, got one, {self.ids!r:.60}")
+        wrong = next((name for name in self.ids if not isinstance(name, str)), None)
+        if wrong is not None:
+            raise TypeError(
+                f"Task ids must be strings, got {type(wrong).__name__} {wrong!r:.40}; "
+                "make them so: ids=[str(name) for name in ids]"
+            )
+        if len(self.ids) not in (0, len(self.train)):
+            raise ValueError(
+                f"Task ids must name each of the {len(self.train)} training examples, got "
+                f"{len(self.ids)}; leave them out and examples are numbered"
+            )
+        if len(set(self.ids)) < len(self.ids):
+            first: dict[str, int] = {}
+            for position, name in enumerate(self.ids):
+                if name in first:
+                    raise ValueError(
+                        f"Task ids must differ, got {name!r} at positions {first[name]} and "
+                        f"{position}; make each id unique"
+                    )
+                first[name] = position
 
     def losses(self, model: nn.Module, batch: Batch) -> Tensor:
         """The loss of every example of the batch, checked to be [n]."""

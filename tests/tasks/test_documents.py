@@ -1,0 +1,210 @@
+"""Documents from files of every kind, and one clear error for each that is not as it should be."""
+
+import importlib.util
+import json
+import sys
+
+import pytest
+
+from isokron.tasks.documents import Document, read_documents
+
+TEXTS = ["War and peace.", 'She said "no", twice;\nthen — left.', "x" * 200_000 + " the end"]
+
+
+def write(folder, name, content):
+    path = folder / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def quoted(text):
+    return '"' + text.replace('"', '""') + '"'
+
+
+def test_json_lines(tmp_path):
+    rows = "".join(
+        json.dumps({"text": text, "n": 3}, ensure_ascii=False) + "\r\n" for text in TEXTS
+    )
+    found = read_documents(write(tmp_path, "a.jsonl", "\ufeff" + rows + "\n"))
+    assert found == [Document(str(k), text) for k, text in enumerate(TEXTS, 1)]
+
+
+def test_json_with_a_list(tmp_path):
+    rows = json.dumps([{"text": text} for text in TEXTS], indent=1)
+    assert [d.text for d in read_documents(write(tmp_path, "a.json", rows))] == TEXTS
+
+
+@pytest.mark.parametrize(("name", "separator"), [("a.csv", ","), ("a.tsv", "\t")])
+def test_separated_values(tmp_path, name, separator):
+    lines = [separator.join([f"n{k}", quoted(text), str(k % 2)]) for k, text in enumerate(TEXTS)]
+    path = write(tmp_path, name, "\n".join([separator.join(["id", "words", "class"]), *lines]))
+    found = read_documents(path, text="words", label="class")
+    assert found == [Document(f"n{k}", text, str(k % 2)) for k, text in enumerate(TEXTS)]
+
+
+def test_parquet(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = tmp_path / "a.parquet"
+    columns = {"text": TEXTS, "label": [0, 1, 0], "id": ["a", "b", "c"]}
+    parquet.write_table(pyarrow.table(columns), path)
+    found = read_documents(path, label="label")
+    assert found == [Document(i, t, y) for i, t, y in zip("abc", TEXTS, "010", strict=True)]
+    with pytest.raises(ValueError, match=r"a\.parquet, row 1: no column 'x' .* text, label, id"):
+        read_documents(path, text="x")
+    with pytest.raises(ValueError, match=r"b\.parquet: not a parquet file"):
+        read_documents(write(tmp_path, "b.parquet", "no"))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("who/what", ("who/what", None, "train")),
+        ("what:test", ("what", None, "test")),
+        ("what:raw:test[:5%]", None),
+        ("what:raw:test", ("what", "raw", "test")),
+    ],
+)
+def test_a_data_set_by_name(monkeypatch, name, expected):
+    datasets = pytest.importorskip("datasets")
+    asked = []
+
+    def load_dataset(path, configuration, *, split):  # the true one would go to the network
+        asked.append((path, configuration, split))
+        return datasets.Dataset.from_dict({"text": TEXTS, "n": [1, 2, 3]})
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert [d.text for d in read_documents(name)] == TEXTS
+    assert asked == [expected or ("what", "raw", "test[:5%]")]
+
+
+def test_paragraphs_of_a_text_are_documents(tmp_path):
+    path = write(tmp_path, "a.txt", "\n\nOne line\nand another\r\n \n\n\nThe second\n")
+    assert read_documents(path) == [
+        Document("1", "One line\nand another"),
+        Document("2", "The second"),
+    ]
+
+
+def test_every_text_of_a_folder_is_a_document(tmp_path):
+    (tmp_path / "b").mkdir()
+    write(tmp_path, "a.txt", "One\n\nTwo")
+    write(tmp_path / "b", "c.txt", "Three")
+    write(tmp_path, "notes.md", "not this")
+    assert read_documents(tmp_path) == [Document("a", "One\n\nTwo"), Document("b/c", "Three")]
+
+
+def test_the_only_column_of_strings_holds_the_text(tmp_path):
+    path = write(tmp_path, "a.jsonl", '{"n": 1, "words": "one"}\n{"n": 2, "words": "two"}')
+    assert [d.text for d in read_documents(path)] == ["one", "two"]
+
+
+def test_labels_and_ids_are_not_taken_for_the_text(tmp_path):
+    path = write(tmp_path, "a.csv", "key,sentence,class\nk,War and peace.,good\n")
+    found = read_documents(path, label="class", id="key")
+    assert found == [Document("k", "War and peace.", "good")]
+
+
+def test_labels_and_ids_may_be_numbers(tmp_path):
+    path = write(tmp_path, "a.jsonl", '{"text": "one", "y": 0, "key": 7}')
+    assert read_documents(path, label="y", id="key") == [Document("7", "one", "0")]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "columns", "message"),
+    [
+        ("a.jsonl", '{"text": "a"}\n{"text": ', {}, r"a\.jsonl, line 2: not JSON, .* every line"),
+        ("a.jsonl", '{"text": "a"}\n["b"]', {}, r"line 2: must be an object .*, got list"),
+        ("a.jsonl", '{"text": "a"}\n\n{"txt": "b"}', {}, r"line 3: no column 'text' .* are txt"),
+        ("a.jsonl", '{"text": "a"}\n{"text": " "}', {}, r"line 2: column 'text' is empty"),
+        ("a.jsonl", '{"text": ["a"]}', {}, r"line 1: column 'text' must hold text, got list"),
+        ("a.jsonl", '{"a": "x", "b": "y"}', {}, r"which column holds the text\? There are a, b"),
+        ("a.jsonl", '{"text": "a", "y": null}', {"label": "y"}, r"'y' is empty; .* its label"),
+        (
+            "a.jsonl",
+            '{"text": "a"}',
+            {"label": "y"},
+            r"no column 'y' for the label; there are text",
+        ),
+        (
+            "a.jsonl",
+            '{"text": "a", "id": 1}\n{"text": "b", "id": "1"}',
+            {},
+            r"line 2: the id '1' is taken by .*a\.jsonl, line 1; ids must differ",
+        ),
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n{"text": "caf\xe9"}',
+            {},
+            r"line 2: byte 0xe9 is not UTF-8; co",
+        ),
+        ("a.jsonl", "\n", {}, r"a\.jsonl: holds no document"),
+        ("a.json", "[1, 2", {}, r"a\.json, line 1: not JSON"),
+        ("a.csv", "", {}, r"a\.csv: holds no document"),
+        ("a.csv", "text,y\n", {}, r"a\.csv: holds no document"),
+        (
+            "a.csv",
+            'text,y\n"two\nlines",1\na,b,c\n',
+            {},
+            r"a\.csv, line 4: 3 values for the 2 columns text, y; put texts",
+        ),
+        ("a.csv", 'text,y\na,"b\n', {}, r"line 2: unexpected end of data; check that quotes"),
+        ("a.csv", "text,y,y\na,b,c\n", {}, r"two columns are named 'y'"),
+        (
+            "a.csv",
+            "words,more\na,b\n",
+            {"text": "text"},
+            r"line 2: no column 'text' .* words, more",
+        ),
+        ("a.txt", "\n \n", {}, r"a\.txt: holds no document"),
+        ("a.txt", "a", {"text": "text"}, r"plain text has no columns; leave"),
+        ("a.docx", "a", {}, r"cannot read a file that ends in '\.docx'; give one of \.jsonl"),
+    ],
+)
+def test_bad_input_is_named_by_place_and_rule(tmp_path, name, content, columns, message):
+    with pytest.raises(ValueError, match=message):
+        read_documents(write(tmp_path, name, content), **columns)
+
+
+def test_an_empty_text_in_a_folder_is_named(tmp_path):
+    write(tmp_path, "a.txt", "text")
+    write(tmp_path, "b.txt", "\n")
+    with pytest.raises(ValueError, match=r"b\.txt: is empty"):
+        read_documents(tmp_path)
+
+
+def test_a_folder_without_texts_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"holds no \.txt file"):
+        read_documents(tmp_path)
+
+
+@pytest.mark.parametrize("source", ["no.jsonl", "./no", "/no/such/folder"])
+def test_missing_files_are_not_taken_for_data_sets(source):
+    with pytest.raises(ValueError, match=r"no file or folder '.*no.*'; paths are relative to"):
+        read_documents(source)
+
+
+def test_nothing_is_refused():
+    with pytest.raises(ValueError, match="got nothing"):
+        read_documents("")
+
+
+@pytest.mark.parametrize(
+    ("source", "package"), [("a.parquet", "pyarrow"), ("some/name", "datasets")]
+)
+def test_missing_packages_are_named_with_what_to_install(tmp_path, monkeypatch, source, package):
+    for module in (package, "pyarrow.parquet"):
+        monkeypatch.setitem(sys.modules, module, None)
+    path = str(write(tmp_path, source, "x")) if source.endswith("parquet") else source
+    with pytest.raises(
+        ModuleNotFoundError, match=rf'package {package}; .* pip install "isokron\[data\]"'
+    ):
+        read_documents(path)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("datasets") is None, reason="needs datasets")
+def test_a_name_that_is_no_data_set_is_told_so(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ValueError, match="no file or folder here, and no data set could be loaded"):
+        read_documents("surely/no-such-data-set:train")
