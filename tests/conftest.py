@@ -1,5 +1,6 @@
 """What every test may use."""
 
+import signal
 import sys
 from pathlib import Path
 
@@ -8,6 +9,8 @@ import torch
 
 torch.set_num_threads(1)  # tiny tensors: a second thread only waits, and longer on a busy machine
 sys.path.insert(0, str(Path(__file__).parent))  # cases.py and naive.py, by name
+# a shell makes what it runs in the background ignore it, and so would all that tests start
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
