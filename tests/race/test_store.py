@@ -97,14 +97,14 @@ def test_a_damaged_run_is_named_with_the_remedy(task, tmp_path):
 
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "a.json"
-    write_atomically(path, "old")
+    write_atomically(path, [b"old"])
 
     def broken(descriptor):
         raise OSError("disk full")
 
     monkeypatch.setattr("os.fsync", broken)
     with pytest.raises(OSError, match="disk full"):
-        write_atomically(path, "new")
+        write_atomically(path, [b"new"])
     assert path.read_text() == "old"
 
 

@@ -6,7 +6,6 @@ or after one was killed, finds the old curvature or the new, whole.
 
 import hashlib
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from isokron.curvature.curvature import Curvature
 from isokron.curvature.layer import Layer
 from isokron.curvature.packing import Layout
 from isokron.curvature.sites import find_sites
+from isokron.files import write_atomically
 
 FORMAT = 2
 INDEX = "curvature.json"
@@ -55,8 +55,8 @@ def save_curvature(curvature: Curvature, folder: str | Path) -> None:
         ],
         "report": curvature.report(spectra=False),
     }
-    _replace(folder / name, content)
-    _replace(folder / INDEX, json.dumps(index, indent=1).encode())
+    write_atomically(folder / name, [content])
+    write_atomically(folder / INDEX, [json.dumps(index, indent=1).encode()])
     for old in folder.glob("factors-*.safetensors"):
         if old.name != name:
             old.unlink()
@@ -157,17 +157,3 @@ def _layout(record: dict[str, Any]) -> Layout:
         record["groups"],
         {key: (rows[0], rows[1]) for key, rows in record["rows"].items()},
     )
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write a file so that it is there whole or not at all."""
-    passing = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with passing.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        passing.replace(path)
-    except OSError:
-        passing.unlink(missing_ok=True)
-        raise

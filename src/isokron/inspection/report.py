@@ -8,10 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from isokron.curvature import Curvature
+from isokron.files import write_atomically
 from isokron.inspection.memory import by_policy
 from isokron.inspection.page import page
 from isokron.inspection.results import Inspection
-from isokron.pages.files import write_atomically
 from isokron.pages.numbers import finite
 
 RECORDS, PAGE, CURVATURE = "inspect.json", "index.html", "curvature"
@@ -44,7 +44,7 @@ def write_report(result: Inspection, curvature: Curvature, folder: Path) -> None
     (folder / PAGE).unlink(missing_ok=True)
     curvature.save(folder / CURVATURE)
     for name, text in texts.items():
-        write_atomically(folder / name, text)
+        write_atomically(folder / name, [text.encode()])
 
 
 def as_json(result: Inspection) -> str:

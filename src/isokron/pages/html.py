@@ -14,10 +14,12 @@ FOLDER = Path(__file__).parent
 SHORT = 14  # characters of a name that stays on one line
 
 
-def document(title: str, body: str) -> str:
-    """A whole page around its body, with the style and the script of all pages."""
-    style = CSS.read_text(encoding="utf-8") + (FOLDER / "page.css").read_text(encoding="utf-8")
-    script = (FOLDER / "page.js").read_text(encoding="utf-8")
+def document(title: str, body: str, *more: Path) -> str:
+    """A whole page around its body, with the style and script of all pages and those of `more`."""
+    files = [CSS, FOLDER / "page.css", FOLDER / "page.js", *more]
+    texts = {path: path.read_text(encoding="utf-8") for path in files}
+    style = "".join(text for path, text in texts.items() if path.suffix == ".css")
+    script = "".join(text for path, text in texts.items() if path.suffix == ".js")
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'

@@ -20,3 +20,17 @@ def finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def signed(value: float) -> str:
+    """A score with its sign, to about three digits: +0.0123, −128,714, +1.2e-07."""
+    size = abs(value)
+    if not math.isfinite(size):
+        text = str(size)
+    elif size >= 1e7 or 0 < size < 1e-3:
+        text = f"{size:.2e}"
+    elif size >= 100:
+        text = f"{size:,.0f}"
+    else:
+        text = f"{size:#.3g}".removesuffix(".") if size else "0"
+    return ("−" if value < 0 else "+" if value > 0 else "") + text

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from isokron.pages.files import write_atomically
+from isokron.files import write_atomically
 from isokron.race.results import Run
 
 SETTINGS = "settings.json"
@@ -63,7 +63,7 @@ class Store:
 
     def write_run(self, run: Run) -> None:
         text = json.dumps(asdict(run), indent=1, allow_nan=False) + "\n"
-        write_atomically(self.run_path(run), text)
+        write_atomically(self.run_path(run), [text.encode()])
 
     def read_runs(self) -> list[Run]:
         return [_read_run(path) for path in sorted((self.folder / RUNS).glob("[!.]*.json"))]
@@ -75,7 +75,7 @@ class Store:
         (self.folder / RUNS).mkdir(exist_ok=True)
 
     def write(self, name: str, text: str) -> None:
-        write_atomically(self.folder / name, text)
+        write_atomically(self.folder / name, [text.encode()])
 
 
 def open_store(folder: Path, settings: Mapping[str, Any], resume: bool) -> Store:
