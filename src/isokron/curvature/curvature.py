@@ -61,6 +61,7 @@ class Curvature(Mapping[str, Operator]):
         split: str = "joint",
         relative: bool = False,
         max_condition: float | None = None,
+        pseudo: bool = False,
     ) -> "Curvature":
         """(F + λI)ᵖ, layer by layer.
 
@@ -68,7 +69,8 @@ class Curvature(Mapping[str, Operator]):
         Kronecker product as π√λ and √λ/π, π² = mean eigenvalue of A over that of G ("sides").
         `relative`: λ is a multiple of each layer's mean eigenvalue. `max_condition`: before,
         eigenvalues are lifted to the largest over it, side by side where there are sides;
-        `report` says how many.
+        `report` says how many. `pseudo`: eigenvalues that are zero to rounding stay zero, as in a
+        pseudoinverse.
 
         Inverses of sides are by Cholesky, which where a side is singular adds jitter to it, and
         `report` says so; everything else is by eigenvalues, where what is singular is an error.
@@ -80,22 +82,25 @@ class Curvature(Mapping[str, Operator]):
         notes: dict[str, dict[str, Any]] = {}
         for name in self:
             operator = self[name]
-            if (
-                p == -1
-                and split == "sides"
-                and max_condition is None
-                and isinstance(operator, Kron)
-            ):
+            plain = max_condition is None and not pseudo
+            if p == -1 and split == "sides" and plain and isinstance(operator, Kron):
                 made[name], notes[name] = self._by_sides(name, damping, relative)
             else:
-                lifted = damping, split, relative, max_condition
-                made[name], notes[name] = self._by_eigenvalues(name, p, *lifted)
+                how = damping, split, relative, max_condition, pseudo
+                made[name], notes[name] = self._by_eigenvalues(name, p, *how)
         result = Curvature(list(self.layers.values()), made)
         result.notes, result.retries = notes, self.retries
         return result
 
     def _by_eigenvalues(
-        self, name: str, p: float, damping: float, split: str, relative: bool, most: float | None
+        self,
+        name: str,
+        p: float,
+        damping: float,
+        split: str,
+        relative: bool,
+        most: float | None,
+        pseudo: bool,
     ) -> tuple[Operator, dict[str, Any]]:
         found = self.spectrum(name)
         if split == "sides" and found.sides is None and self.layers[name].kind != "diagonal":
@@ -105,12 +110,12 @@ class Curvature(Mapping[str, Operator]):
             )
         damping = damping * found.mean() if relative else damping
         lifted, clipped = damped(found, damping, split, most)
-        if p < 0 and not lifted.least() > 0:
+        if p < 0 and not pseudo and not lifted.least() > 0:
             raise ValueError(
                 f"layer {name!r} is singular, its smallest eigenvalue is {lifted.least():.3g}; "
                 "give a damping above 0 or a max_condition"
             )
-        return lifted.power(p), {
+        return lifted.power(p, pseudo), {
             "power": p,
             "damping": damping,
             "split": split,

@@ -31,9 +31,13 @@ class Passes:
         seed: int,
         sites: list[Site],
         batch_dim: int,
+        masks: bool = True,
     ) -> None:
+        """`masks`: uses say which of their positions count, which costs a look at all gradients;
+        where these are multiplied by inputs it does not matter, for they are 0 elsewhere."""
         self.model, self.batches, self.loss, self.fisher = model, batches, loss, fisher
         self.dtype, self.seed, self.sites, self.batch_dim = dtype, seed, sites, batch_dim
+        self.masks = masks
         self.count, self.warned = 0.0, False
         self.shape: tuple[int | None, int] = None, 0  # examples, if they are known, and terms
         self.device = next(model.parameters()).device.type
@@ -112,7 +116,7 @@ class Passes:
 
     def _fold(self, fold: Fold, events: list[Event], kind: str | None = None) -> None:
         with self.plain():
-            uses = joined(events, self.dtype, self.counted)
+            uses = joined(events, self.dtype, self.counted if self.masks else None)
             fold(events[0].site, uses if kind is None else replace(uses, kind=kind))
 
     def _losses(self, batch: Any, generator: torch.Generator) -> Iterator[tuple[Tensor, bool]]:

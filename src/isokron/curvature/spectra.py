@@ -69,12 +69,24 @@ class Spectrum:
         entropy = -sum(torch.special.xlogy(p, p).sum() * times for p, times in shares)
         return float(torch.as_tensor(entropy).exp())
 
-    def power(self, p: float) -> KronEigen | KronThin:
+    def power(self, p: float, pseudo: bool = False) -> KronEigen | KronThin:
+        """`pseudo`: zeros, and what is no more than rounding beside the largest, become zero."""
         left, right = self.bases
+        values, rest = self.values**p, self.rest**p
+        if pseudo:
+            least = self._rounding()
+            values = torch.where(self.values > least, values, 0.0)
+            rest = torch.where(self.rest > least, rest, 0.0)
         if not self.others:
-            return KronEigen(self.bases, self.values**p)
+            return KronEigen(self.bases, values)
         assert left is not None  # I is not thin
-        return KronThin((left, right), self.values**p, self.rest**p)
+        return KronThin((left, right), values, rest)
+
+    def _rounding(self) -> float:
+        """What eigenvalues of a matrix of this size are known to."""
+        sizes = sum(self.values.shape[1:]) + self.others
+        most = max(float(values.max()) for values, _ in self.all() if values.numel())
+        return sizes * torch.finfo(self.values.dtype).eps * most
 
 
 def spectrum_of(operator: Operator, retries: Counter[str] | None = None) -> Spectrum:
