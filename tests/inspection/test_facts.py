@@ -11,8 +11,8 @@ from isokron.inspection import inspect, make_plan
 from isokron.inspection.facts import layer_facts, thinned
 from isokron.inspection.figures import damped_condition
 from isokron.inspection.fitting import seeded_order
-from isokron.inspection.progress import Silent
-from isokron.inspection.training import make_model, train_
+from isokron.inspection.models import make_model
+from isokron.training import train_
 
 
 def inspected(task, **options):
@@ -86,7 +86,7 @@ def test_curvature_is_that_of_fit_per_prediction(reading):
     plan = make_plan(reading, steps=2, examples=20)
     result, curvature = inspect(make_model(plan), plan)
     model = make_model(plan)
-    train_(model, plan, Silent())
+    train_(model, plan.task, plan.steps, plan.lr, plan.seed)
     batches = [reading.train.batch(part) for part in seeded_order(plan).split(8)]
     names = list(curvature)
     expected = fit(model.eval(), batches, CrossEntropy(reading.logits), layers=names)

@@ -13,11 +13,11 @@ from rich.console import Console
 from isokron.curvature import Curvature
 from isokron.inspection import inspect, make_plan
 from isokron.inspection.figures import groups
+from isokron.inspection.models import make_model
 from isokron.inspection.names import short_layers
 from isokron.inspection.page import page
 from isokron.inspection.report import open_folder, write_report
 from isokron.inspection.table import COLUMNS, rich_table, rows
-from isokron.inspection.training import make_model
 from isokron.inspection.verdict import verdict
 
 VOID = {"meta", "link", "br", "hr", "img", "input", "wbr"}

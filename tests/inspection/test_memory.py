@@ -7,7 +7,7 @@ from torch import nn
 from isokron.curvature import CrossEntropy, fit
 from isokron.inspection import inspect, make_plan
 from isokron.inspection.memory import FLOAT, HALF, POLICIES, by_policy, input_bytes, output_bytes
-from isokron.inspection.training import make_model
+from isokron.inspection.models import make_model
 from isokron.tasks import Examples, Task
 
 

@@ -6,8 +6,8 @@ from safetensors.torch import save_file, save_model
 from torch import nn
 
 from isokron.inspection import inspect, make_plan
-from isokron.inspection.training import make_model
-from isokron.inspection.weights import load_weights_
+from isokron.inspection.models import make_model
+from isokron.training import load_weights_
 
 
 def test_given_weights_are_inspected_as_they_are(regression, tmp_path):

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from isokron.cli.errors import reported
+from isokron.cli.watching import watched
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from isokron.curvature import Curvature
     from isokron.inspection import Inspection, Plan
 
 MODEL = "What is inspected"
@@ -125,10 +125,12 @@ def inspect(
         model = prepared(plan)
         open_folder(out)
     with reported(1):
+        from isokron.inspection import inspect as inspecting
         from isokron.inspection.report import write_report
 
         try:
-            result, curvature = watched(model, plan)
+            with watched() as watcher:
+                result, curvature = inspecting(model, plan, watcher)
         except KeyboardInterrupt:
             typer.echo("Interrupted: nothing was written.", err=True)
             raise typer.Exit(130) from None
@@ -142,27 +144,13 @@ def prepared(plan: Plan) -> nn.Module:
     import warnings
 
     from isokron.curvature.sites import find_sites
-    from isokron.inspection.training import make_model
+    from isokron.inspection.models import make_model
 
     model = make_model(plan)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # said again, as a note, by the fit
         find_sites(model, plan.layers or None)
     return model
-
-
-def watched(model: nn.Module, plan: Plan) -> tuple[Inspection, Curvature]:
-    """Do the work under a bar, or under plain lines where there is no terminal."""
-    from rich.console import Console
-
-    from isokron.inspection import inspect
-    from isokron.inspection.progress import Bar, Lines
-
-    console = Console(stderr=True)
-    if console.is_terminal:
-        with Bar(console) as bar:
-            return inspect(model, plan, bar)
-    return inspect(model, plan, Lines(console.file))
 
 
 def show(result: Inspection) -> None:

@@ -11,11 +11,11 @@ from isokron._version import __version__
 from isokron.curvature import Curvature
 from isokron.inspection.facts import layer_facts
 from isokron.inspection.fitting import fit_curvature
+from isokron.inspection.models import evaluation_loss
 from isokron.inspection.plan import Plan
-from isokron.inspection.progress import Silent, Watcher
 from isokron.inspection.results import Inspection
-from isokron.inspection.training import evaluation_loss, train_
 from isokron.race.schedule import digest
+from isokron.training import Silent, Watcher, train_
 
 
 def inspect(
@@ -25,7 +25,7 @@ def inspect(
     watcher = watcher or Silent()
     with torch.random.fork_rng(devices=[]):
         if plan.steps:
-            train_(model, plan, watcher)
+            train_(model, plan.task, plan.steps, plan.lr, plan.seed, watcher)
         fitted = fit_curvature(model, plan, watcher)
         loss = evaluation_loss(model, plan.task)
     parameters = list(model.parameters())

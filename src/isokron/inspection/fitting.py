@@ -13,8 +13,8 @@ from isokron.curvature import CrossEntropy, Curvature, Likelihood, fit
 from isokron.curvature.likelihoods import Loss
 from isokron.inspection.layers import usable_layers
 from isokron.inspection.plan import Plan
-from isokron.inspection.progress import Silent, Watcher
 from isokron.tasks import Batch, Task
+from isokron.training import Silent, Watcher
 
 IGNORED = -100  # a target that does not count
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from isokron.files import write_atomically
+
 
 def load_weights_(model: nn.Module, path: Path) -> None:
     """Set all parameters and buffers from the file, whose names must be the model's."""
@@ -48,3 +50,25 @@ def _shared(name: str, own: dict[str, Tensor], found: dict[str, Tensor]) -> bool
 
 def _and_more(names: list[str]) -> str:
     return f" and {len(names) - 1} more" if len(names) > 1 else ""
+
+
+def save_weights(model: nn.Module, path: Path, note: str) -> None:
+    """All parameters and buffers, whole or not at all, with a note on how they came about."""
+    from safetensors.torch import save
+
+    own: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in model.state_dict().items():  # of those that share memory, the first
+        own.setdefault(tensor.data_ptr() or id(tensor), (name, tensor))
+    tensors = {name: tensor.contiguous() for name, tensor in own.values()}
+    write_atomically(path, [save(tensors, {"note": note})])
+
+
+def note_of(path: Path) -> str | None:
+    """The note that a file was saved with; None where there is no such file."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            return (file.metadata() or {}).get("note")
+    except (SafetensorError, OSError):
+        return None
