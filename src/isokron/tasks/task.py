@@ -88,7 +88,7 @@ class Task:
                     f"Task {argument} must be Examples, got {type(value).__name__}; "
                     "wrap the tensors: Examples((inputs, targets))"
                 )
-        if hasattr(self.model, "parameters"):
+        if hasattr(self.model, "parameters") and not isinstance(self.model, type):
             raise TypeError(
                 "Task model must be a function that makes a model, got a model; every run needs "
                 "a fresh one: model=lambda: MyModel(...)"
