@@ -1,0 +1,1 @@
+"""Gradient stores on disk."""
