@@ -20,9 +20,21 @@ ALLOWED = {
     "jax": set(),
     "tasks": set(),
     "pages": set(),
+    "attribution": {"kernels", "linalg", "operators", "curvature", "tasks", "pages"},
     "race": {"optim", "tasks", "pages"},
-    "inspection": {"operators", "curvature", "tasks", "pages", "race"},
-    "cli": {"kernels", "curvature", "optim", "tasks", "pages", "race", "inspection"},
+    "training": {"tasks", "race"},
+    "inspection": {"operators", "curvature", "tasks", "pages", "race", "training"},
+    "cli": {
+        "kernels",
+        "curvature",
+        "optim",
+        "tasks",
+        "pages",
+        "race",
+        "training",
+        "inspection",
+        "attribution",
+    },
 }
 OPTIONAL = {"triton", "jax", "transformers", "datasets", "faiss", "matplotlib", "sklearn"}
 

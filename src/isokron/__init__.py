@@ -1,4 +1,4 @@
-"""Structured optimizers for PyTorch on one small engine, and races to judge them by.
+"""Kronecker-factored curvature for PyTorch: optimizers that use it, and attribution that explains.
 
 Names are imported on first use (PEP 562), so `import isokron` costs nothing and needs no torch.
 """
@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Any
 from isokron._version import __version__
 
 if TYPE_CHECKING:
-    from isokron import curvature, jax, kernels, linalg, operators, optim, race, tasks
+    from isokron import (
+        attribution,
+        curvature,
+        jax,
+        kernels,
+        linalg,
+        operators,
+        optim,
+        race,
+        tasks,
+    )
     from isokron.optim import (
         SOAP,
         AdamW,
@@ -39,7 +49,17 @@ _HOMES = {
     "param_groups": "isokron.optim",
     "Task": "isokron.tasks",
 }
-_FOLDERS = ("curvature", "jax", "kernels", "linalg", "operators", "optim", "race", "tasks")
+_FOLDERS = (
+    "attribution",
+    "curvature",
+    "jax",
+    "kernels",
+    "linalg",
+    "operators",
+    "optim",
+    "race",
+    "tasks",
+)
 
 __all__ = [
     "SOAP",
@@ -54,6 +74,7 @@ __all__ = [
     "Skew",
     "Task",
     "__version__",
+    "attribution",
     "curvature",
     "jax",
     "kernels",

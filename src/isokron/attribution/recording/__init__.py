@@ -1,0 +1,1 @@
+"""Gradients kept while a model is trained."""

@@ -1,0 +1,131 @@
+"""What is explained: a trained model, the examples it was trained on, and its loss."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isokron.attribution.storage.ragged import Display
+from isokron.curvature import CrossEntropy
+from isokron.curvature.likelihoods import Likelihood, Loss
+from isokron.curvature.sites import Site, find_sites
+from isokron.tasks import Examples, Shown, Task
+
+PASS = 2048  # numbers, such as tokens, of which examples go through the model at once
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """A task with its trained model. `layers`: patterns of names, none for all that are known."""
+
+    task: Task
+    model: nn.Module
+    layers: tuple[str, ...] = ()
+    examples: int | None = None  # how many of the training examples, evenly spread; None: all
+
+    def __post_init__(self) -> None:
+        most = len(self.task.train)
+        if self.examples is not None and not 1 <= self.examples <= most:
+            raise ValueError(
+                f"examples must be from 1 to the {most} training examples, got {self.examples}"
+            )
+
+    @property
+    def loss(self) -> Loss | Likelihood:
+        """One term a prediction where the task has logits, else one an example."""
+        return self.task.losses if self.task.logits is None else CrossEntropy(self.task.logits)
+
+    @cached_property
+    def sites(self) -> list[Site]:
+        return find_sites(self.model, self.layers or None)
+
+    @cached_property
+    def train(self) -> Examples:
+        if self.examples is None:
+            return self.task.train
+        return Examples(self.task.train.batch(spread(len(self.task.train), self.examples)))
+
+    @cached_property
+    def ids(self) -> Sequence[str]:
+        if self.examples is None or not self.task.ids:
+            return self.task.ids
+        numbers = spread(len(self.task.train), self.examples).tolist()
+        return [self.task.ids[number] for number in numbers]
+
+    @property
+    def batch_size(self) -> int:
+        """Of passes over the data: where examples are small, larger than that of training."""
+        least = self.task.batch_size
+        return max(least, min(len(self.train), PASS // max(1, self.train.tensors[0][0].numel())))
+
+    def batches(self, size: int | None = None) -> Iterator[Any]:
+        """The training examples in their order."""
+        for numbers in torch.arange(len(self.train)).split(size or self.batch_size):
+            yield self.train.batch(numbers)
+
+    def counted(self, progress: Callable[[int, int], None]) -> "Counted":
+        """The same, any number of times, with the progress of each."""
+        return Counted(self, progress)
+
+    def show(self) -> Callable[[Any], list[Display]] | None:
+        """What a store keeps for people, of a batch."""
+        shown = self.task.show
+        if shown is None:
+            return None
+        return lambda batch: [display(each) for each in shown(batch)]
+
+    def digests(self) -> dict[str, str]:
+        """Of all weights, and of the training examples."""
+        weights = sorted(self.model.state_dict().items())
+        return {
+            "weights": _digest([tensor for _, tensor in weights]),
+            "data": _digest(self.train.tensors),
+        }
+
+
+def spread(total: int, count: int) -> Tensor:
+    """Numbers of `count` examples, evenly spread over all of them."""
+    return torch.arange(count) * total // count
+
+
+class Counted:
+    """The training batches of a subject, to be gone over any number of times."""
+
+    def __init__(self, subject: Subject, progress: Callable[[int, int], None]) -> None:
+        self.subject, self.progress = subject, progress
+
+    def __iter__(self) -> Iterator[Any]:
+        done, total = 0, len(self.subject.train)
+        self.progress(0, total)
+        for batch in self.subject.batches():
+            yield batch
+            done += len(batch[0])
+            self.progress(done, total)
+
+
+def display(shown: Shown) -> Display:
+    """As a store keeps it."""
+    return Display("shown", json.dumps(shown.to_json(), ensure_ascii=False).encode())
+
+
+def shown_of(subject: Subject, example: int) -> Shown:
+    """What a person sees of a training example: its name, where the task says no more."""
+    show = subject.task.show
+    if show is not None:
+        return show(subject.train.batch(torch.tensor([example])))[0]
+    return Shown(title=subject.ids[example] if subject.ids else str(example))
+
+
+def _digest(tensors: Sequence[Tensor]) -> str:
+    """Of dtypes, shapes and bytes."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
+        flat = tensor.detach().cpu().contiguous().flatten()
+        found.update(flat.view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
