@@ -1,5 +1,7 @@
 """The demo, shortened: it ends with the page, and replaces nothing but itself."""
 
+from pathlib import Path
+
 import pytest
 import typer
 
@@ -10,13 +12,18 @@ from isokron.cli import demo as module
 def short(monkeypatch):
     monkeypatch.setattr(module, "STEPS", 2)
     monkeypatch.setattr(module, "RATES", {"adamw": (1e-3,), "sign": (1e-3,)})
+    monkeypatch.setattr(module, "EXAMPLES", 40)
+    monkeypatch.setattr(module, "LEARNED", 2)
 
 
 def test_demo_shows_text_and_ends_with_the_page_and_may_be_repeated(short, tmp_path, capsys):
     for _ in range(2):
         module.demo(tmp_path / "demo")
         lines = capsys.readouterr().out.splitlines()
-        assert lines[-1] == f"Page: {(tmp_path / 'demo' / 'index.html').resolve()}"
+        pages = [line.partition(": ")[2] for line in lines[-2:]]
+        names = ["index.html", "attribution/report.html"]
+        assert pages == [str((tmp_path / "demo" / name).resolve()) for name in names]
+        assert all(Path(page).is_file() for page in pages)
         assert any(line.startswith("Fellow-Citizens of the Senate: ") for line in lines)
 
 

@@ -10,15 +10,22 @@ from typing import Annotated, NoReturn
 import typer
 
 from isokron._version import __version__
+from isokron.cli.attribute import attribute
+from isokron.cli.build import build
 from isokron.cli.demo import demo
 from isokron.cli.errors import complain
+from isokron.cli.evaluate import evaluate
+from isokron.cli.fit import fit
 from isokron.cli.info import info
 from isokron.cli.inspect import inspect
+from isokron.cli.query import query
 from isokron.cli.race import race
+from isokron.cli.report import report
+from isokron.cli.score import score
 from isokron.cli.tasks import tasks
 
 EXAMPLES = """
-Train neural networks faster, and see what really is faster.
+Train neural networks faster, and see which training examples made them say what they say.
 
 Examples:
 
@@ -29,6 +36,8 @@ Examples:
   isokron race --task speeches-small --optimizers muon,sign --steps 500 --seeds 3
 
   isokron inspect --task digits
+
+  isokron attribute runs/digits --task digits --query eval:0-4
 """
 
 app = typer.Typer(
@@ -39,6 +48,13 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(race)
+app.command()(attribute)
+app.command()(fit)
+app.command()(build)
+app.command()(score)
+app.command()(query)
+app.command()(report)
+app.command()(evaluate)
 app.command()(inspect)
 app.command()(tasks)
 app.command()(info)
