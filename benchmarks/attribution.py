@@ -47,6 +47,7 @@ STORE_ROWS = 2**12
 SETTINGS = """\
 isokron kfac: `attribute`, one process: K-FAC, rows whitened and projected to 16×16 a layer, scored
   from the store; the page and the scores of single tokens are made too. Damping 0.1 by sides.
+isokron kfac, fitted to an eighth: the same, but that curvature is of every eighth document.
 isokron kfac, 3 commands: the same by `fit`, `build`, `score`, each a process; no page.
 isokron ekfac: `attribute --method ekfac --no-store`, whole gradients on the fly, one process; the
   page and the scores of single tokens are made too.
@@ -171,6 +172,12 @@ def isokron_attribute(inputs: Inputs, out: Path) -> list[list[str]]:
     return [[*ISOKRON, "attribute", str(out), *_source(inputs), *asked]]
 
 
+def isokron_eighth(inputs: Inputs, out: Path) -> list[list[str]]:
+    (command,) = isokron_attribute(inputs, out)
+    count = sum(1 for _ in inputs.train.open(encoding="utf-8"))
+    return [[*command, "--fit-examples", str(max(1, count // 8))]]
+
+
 def isokron_commands(inputs: Inputs, out: Path) -> list[list[str]]:
     return [
         [*ISOKRON, "fit", str(out), *_source(inputs)],
@@ -205,6 +212,7 @@ EKFAC += ["--include_bias"]
 def contestants(args: argparse.Namespace) -> list[Contestant]:
     found = [
         Contestant("isokron kfac", isokron_attribute),
+        Contestant("isokron kfac, fitted to an eighth", isokron_eighth),
         Contestant("isokron kfac, 3 commands", isokron_commands),
         Contestant("isokron ekfac", isokron_ekfac),
     ]

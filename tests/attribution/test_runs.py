@@ -240,6 +240,15 @@ def test_folders_that_are_no_runs_are_refused(tmp_path: Path) -> None:
         Run.begin(tmp_path, subject())
 
 
+def test_curvature_may_be_that_of_some_examples(tmp_path: Path) -> None:
+    some, all_of_them = (Run.begin(tmp_path / name, subject()) for name in ("some", "all"))
+    found = fit(some, Fit(examples=8))
+    assert found.report()[0]["terms"] == 8 * 5
+    assert fit(all_of_them).report()[0]["terms"] == 32 * 5
+    with pytest.raises(ValueError, match="examples to fit must be from 1 to the 32 of the run"):
+        fit(Run.begin(tmp_path / "more", subject()), Fit(examples=33))
+
+
 def test_too_many_examples_are_an_error() -> None:
     with pytest.raises(ValueError, match="examples must be from 1 to the 32 training examples"):
         Subject(task(), subject().model, examples=33)

@@ -63,14 +63,17 @@ class Subject:
         least = self.task.batch_size
         return max(least, min(len(self.train), PASS // max(1, self.train.tensors[0][0].numel())))
 
-    def batches(self, size: int | None = None) -> Iterator[Any]:
+    def batches(self) -> Iterator[Any]:
         """The training examples in their order."""
-        for numbers in torch.arange(len(self.train)).split(size or self.batch_size):
-            yield self.train.batch(numbers)
+        return iter(self.counted(lambda done, total: None))
 
-    def counted(self, progress: Callable[[int, int], None]) -> "Counted":
-        """The same, any number of times, with the progress of each."""
-        return Counted(self, progress)
+    def counted(self, progress: Callable[[int, int], None], count: int | None = None) -> "Counted":
+        """Batches of the training examples in their order, any number of times, with the progress
+        of each; of `count` of them, evenly spread, or of all."""
+        total = len(self.train)
+        return Counted(
+            self, torch.arange(total) if count is None else spread(total, count), progress
+        )
 
     def show(self) -> Callable[[Any], list[Display]] | None:
         """What a store keeps for people, of a batch."""
@@ -94,17 +97,22 @@ def spread(total: int, count: int) -> Tensor:
 
 
 class Counted:
-    """The training batches of a subject, to be gone over any number of times."""
+    """Batches of a subject's training examples, to be gone over any number of times."""
 
-    def __init__(self, subject: Subject, progress: Callable[[int, int], None]) -> None:
-        self.subject, self.progress = subject, progress
+    def __init__(
+        self, subject: Subject, numbers: Tensor, progress: Callable[[int, int], None]
+    ) -> None:
+        self.subject, self.numbers, self.progress = subject, numbers, progress
+
+    def __len__(self) -> int:
+        return -(-len(self.numbers) // self.subject.batch_size)
 
     def __iter__(self) -> Iterator[Any]:
-        done, total = 0, len(self.subject.train)
+        done, total = 0, len(self.numbers)
         self.progress(0, total)
-        for batch in self.subject.batches():
-            yield batch
-            done += len(batch[0])
+        for some in self.numbers.split(self.subject.batch_size):
+            yield self.subject.train.batch(some)
+            done += len(some)
             self.progress(done, total)
 
 

@@ -23,12 +23,14 @@ def silent(stage: str, done: int, total: int) -> None:
 
 @dataclass(frozen=True)
 class Fit:
-    """How curvature is fitted: see isokron.curvature.fit."""
+    """How curvature is fitted: see isokron.curvature.fit. `examples`: to so many of the training
+    examples, evenly spread; None for all."""
 
     method: str = "kfac"
     fisher: str = "empirical"
     sharing: str = "expand"
     seed: int = 0
+    examples: int | None = None
 
 
 @dataclass(frozen=True)
@@ -63,11 +65,15 @@ class Build:
 def fit(run: Run, settings: Fit | None = None, progress: Progress = silent) -> Curvature:
     """The curvature of the model on its training examples; loaded where it is there already."""
     settings = settings or Fit()
+    subject, count = run.subject, settings.examples
+    if count is not None and not 1 <= count <= len(subject.train):
+        raise ValueError(
+            f"examples to fit must be from 1 to the {len(subject.train)} of the run, got {count}"
+        )
     run.enter("fit", asdict(settings))
     if (run.curvature / "curvature.json").exists():
-        return Curvature.load(run.curvature, run.subject.model)
-    subject = run.subject
-    batches = subject.counted(lambda done, total: progress("fit", done, total))
+        return Curvature.load(run.curvature, subject.model)
+    batches = subject.counted(lambda done, total: progress("fit", done, total), count)
     found = fit_curvature(
         subject.model,
         batches,

@@ -34,6 +34,7 @@ def attribute(
     method: o.Method = "kfac",
     fisher: o.Fisher = "empirical",
     sharing: o.Sharing = "expand",
+    fit_examples: o.FitExamples = None,
     dim: o.Dim = None,
     projection: o.Projection = "rademacher",
     scope: o.Scope = "layer",
@@ -79,7 +80,7 @@ def attribute(
         from isokron.attribution.encoding import check_separable
 
         budget = o.bytes_of(memory)
-        fitting = Fit(method, fisher, sharing, seed)
+        fitting = Fit(method, fisher, sharing, seed, fit_examples)
         # checked before the model is loaded
         storing = Build(dim or None, projection, "layer", seed, not plain, damping, dtype)
         ask = Ask(mode, unit, by_layer, no_store, damping)

@@ -30,6 +30,7 @@ def fit(
     method: o.Method = "kfac",
     fisher: o.Fisher = "empirical",
     sharing: o.Sharing = "expand",
+    fit_examples: o.FitExamples = None,
 ) -> None:
     """Fit the curvature of a model, which says how far training on an example reaches.
 
@@ -57,7 +58,7 @@ def fit(
     with reported(2):
         from isokron.attribution import Fit
 
-        settings = Fit(method, fisher, sharing, seed)
+        settings = Fit(method, fisher, sharing, seed, fit_examples)
         with watched() as watcher:
             opened = open_run(run, watcher, source)
     with reported(1):

@@ -91,6 +91,13 @@ Method = Annotated[
 Fisher = Annotated[
     str, typer.Option(help="empirical, sampled or exact.", rich_help_panel=CURVATURE)
 ]
+FitExamples = Annotated[
+    int | None,
+    typer.Option(
+        help="Fit curvature to so many examples, evenly spread. Default: to all.",
+        rich_help_panel=CURVATURE,
+    ),
+]
 Sharing = Annotated[str, typer.Option(help="expand or reduce.", rich_help_panel=CURVATURE)]
 
 Dim = Annotated[
