@@ -66,6 +66,17 @@ def test_one_command_does_what_the_single_ones_do(isokron: Call, tmp_path: Path)
     assert contents(tmp_path / "whole") == contents(tmp_path / "parts")
 
 
+def test_a_run_is_repeated_from_its_record_to_the_same_bytes(isokron: Call, tmp_path: Path) -> None:
+    asked = ["--query", "eval:0-1", "--query", "abc", "--mode", "mean", "--by-layer", "--top", "3"]
+    assert isokron("attribute", "one", *TASK, *asked, "--dim", "4", "--fit-examples", "20")[0] == 0
+    assert isokron("score", "one", "--query", "abcd", "--top", "2")[0] == 0
+    assert isokron("report", "one")[0] == 0
+    code, _, err = isokron("repeat", "one", "two")
+    assert code == 0, err
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+    fails(isokron("repeat", "gone", "three"), 2, "no run in gone")
+
+
 def test_queries_are_piped(isokron: Call) -> None:
     assert isokron("fit", "run", *TASK)[0] == 0
     assert isokron("build", "run", "--dim", "4")[0] == 0

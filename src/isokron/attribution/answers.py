@@ -57,6 +57,8 @@ class Answers:
     name: str
     ask: Ask
     each: tuple[Answer, ...]
+    queries: tuple[str, ...]
+    count: int
     layers: tuple[str, ...]
     scores: Tensor
     by_layer: Tensor | None = None
@@ -91,7 +93,8 @@ def score(
         progress("answer", k + 1, len(asked))
     by_layer = found.of if found.layers else None
     name = name or _name(queries, asker.ask)
-    result = Answers(name, asker.ask, tuple(each), found.layers, scores, by_layer)
+    names = tuple(query.name for query in queries)
+    result = Answers(name, asker.ask, tuple(each), names, count, found.layers, scores, by_layer)
     write(run, result)
     return result
 
@@ -168,6 +171,8 @@ def _to_json(answers: Answers) -> dict[str, Any]:
         "version": VERSION,
         "name": answers.name,
         "ask": asdict(answers.ask),
+        "queries": list(answers.queries),
+        "count": answers.count,
         "layers": list(answers.layers),
         "answers": [
             {

@@ -20,6 +20,7 @@ from isokron.cli.info import info
 from isokron.cli.inspect import inspect
 from isokron.cli.query import query
 from isokron.cli.race import race
+from isokron.cli.repeat import repeat
 from isokron.cli.report import report
 from isokron.cli.score import score
 from isokron.cli.tasks import tasks
@@ -55,6 +56,7 @@ app.command()(score)
 app.command()(query)
 app.command()(report)
 app.command()(evaluate)
+app.command()(repeat)
 app.command()(inspect)
 app.command()(tasks)
 app.command()(info)
