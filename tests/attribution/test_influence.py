@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from isokron.attribution.building import build_store as build
-from isokron.attribution.encoding import encoding, suggested_dim
+from isokron.attribution.encoding import encoding
 from isokron.attribution.influence import encoded, gradients, preconditioned
 from isokron.attribution.projection import Projection
 from isokron.attribution.scoring import score_data, score_store
+from isokron.attribution.sides import suggested_dim
 from isokron.curvature import CrossEntropy, Curvature, fit
 from isokron.curvature.packing import pack
 from isokron.curvature.sites import find_sites

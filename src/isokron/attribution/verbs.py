@@ -6,9 +6,10 @@ from dataclasses import asdict, dataclass
 import torch
 
 from isokron.attribution.building import build_store
-from isokron.attribution.encoding import SCOPES, Encoding, check_separable, encoding
+from isokron.attribution.encoding import SCOPES, Encoding, encoding
 from isokron.attribution.projection import Projection
 from isokron.attribution.run import Run
+from isokron.attribution.sides import check_separable
 from isokron.attribution.storage.store import Store
 from isokron.curvature import Curvature
 from isokron.curvature import fit as fit_curvature

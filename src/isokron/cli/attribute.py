@@ -77,7 +77,7 @@ def attribute(
     )
     with reported(2):
         from isokron.attribution import Ask, Build, Fit, read_queries
-        from isokron.attribution.encoding import check_separable
+        from isokron.attribution.sides import check_separable
 
         budget = o.bytes_of(memory)
         fitting = Fit(method, fisher, sharing, seed, fit_examples)

@@ -195,7 +195,7 @@ def bytes_of(memory: str | None) -> int | None:
 
 def dim_of(given: int | None, run: Run) -> int | None:
     """What is given, 0 being whole gradients, or what suits the model and its data."""
-    from isokron.attribution.encoding import suggested_dim
+    from isokron.attribution.sides import suggested_dim
 
     if given is None:
         return suggested_dim(run.subject.sites, len(run.subject.train))
