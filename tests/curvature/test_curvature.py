@@ -221,6 +221,10 @@ def test_files_that_are_not_right_are_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps(index))
     with pytest.raises(ValueError, match=r"'basis\.output' is missing"):
         Curvature.load(tmp_path)
+    index["layers"] = [{"name": "0"}]
+    path.write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="lacks 'statistics'; fit the curvature anew"):
+        Curvature.load(tmp_path)
     path.write_text("{")
     with pytest.raises(ValueError, match="is not JSON"):
         Curvature.load(tmp_path)

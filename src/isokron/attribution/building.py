@@ -64,7 +64,7 @@ def build_store(
     missing = writer.missing()
     progress(len(examples) - sum(span.last - span.first for span in missing))
     for span in missing:
-        shard = Shard(span, names, tokens)
+        shard = Shard(span, names, tokens, progress)
         batches = _batches(examples, span, batch_size)
         collect(model, batches, loss, encoding, shard.take, tokens=tokens)
         own = list(range(span.first, span.last))
@@ -78,23 +78,25 @@ def build_store(
             display=shown,
             extra={"loss": torch.cat(shard.losses)},
         )
-        progress(span.last - span.first)
     return writer.finish()
 
 
 class Shard:
     """Rows of one shard as its batches come by."""
 
-    def __init__(self, span: Span, ids: Sequence[str], tokens: bool) -> None:
-        self.ids, self.tokens, self.next = ids, tokens, span.first
+    def __init__(
+        self, span: Span, ids: Sequence[str], tokens: bool, progress: Callable[[int], None]
+    ) -> None:
+        self.ids, self.tokens, self.next, self.progress = ids, tokens, span.first, progress
         self.rows: list[Tensor] = []
         self.losses: list[Tensor] = []
         self.example: list[Tensor] = []
         self.position: list[Tensor] = []
 
     def take(self, rows: Tensor, losses: Tensor) -> None:
-        numbers = torch.arange(self.next, self.next + len(rows))
-        self.next += len(rows)
+        count = len(rows)
+        numbers = torch.arange(self.next, self.next + count)
+        self.next += count
         finite = rows.isfinite().flatten(1).all(1) & losses.isfinite()
         if not bool(finite.all()):
             bad = int(numbers[~finite][0])
@@ -111,6 +113,7 @@ class Shard:
         self.rows.append(rows)
         self.losses.append(losses)
         self.example.append(numbers)
+        self.progress(count)
 
 
 def shard_size(encoding: Encoding, examples: int, memory: int | None = None) -> int:

@@ -87,6 +87,7 @@ class Searcher:
         from isokron.attribution.ranking import Faiss
 
         self.asker = asker
+        _ = asker.encoding, asker.inverse  # what is wrong with them is said before the first query
         self.faiss = None
         if index == "faiss":
             assert asker.store is not None

@@ -65,29 +65,42 @@ def save_curvature(curvature: Curvature, folder: str | Path) -> None:
 def load_curvature(folder: str | Path, model: nn.Module | None = None) -> Curvature:
     """Read it back. With a `model`, every layer is checked against the model's own."""
     index = _index(Path(folder))
-    path = Path(folder) / index["factors"]
+    try:
+        layers = _layers(index, Path(folder) / index["factors"])
+    except (KeyError, TypeError) as error:
+        path = Path(folder) / INDEX
+        raise ValueError(f"{path} lacks {error}; fit the curvature anew") from None
+    if model is not None:
+        check_against(layers, model)
+    return Curvature(layers)
+
+
+def _layers(index: dict[str, Any], path: Path) -> list[Layer]:
     try:
         tensors = load_file(path)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} cannot be read: {error}; fit the curvature anew") from None
     layers = []
     for record in index["layers"]:
-        layout = _layout(record["layout"])
         found = {}
         for key in record["statistics"]:
             name = f"{record['name']}/{key}"
             if name not in tensors:
                 raise ValueError(f"layer {record['name']!r}: {key!r} is missing from {path}")
             found[key] = tensors[name]
-        what = record["name"], record["method"], record["kind"]
         layer = Layer(
-            *what, layout, found, *(record[key] for key in ("policy", "terms", "retries"))
+            record["name"],
+            record["method"],
+            record["kind"],
+            _layout(record["layout"]),
+            found,
+            record["policy"],
+            record["terms"],
+            record["retries"],
         )
         _check_shapes(layer)
         layers.append(layer)
-    if model is not None:
-        check_against(layers, model)
-    return Curvature(layers)
+    return layers
 
 
 def check_against(layers: list[Layer], model: nn.Module) -> None:
