@@ -55,11 +55,13 @@ class Columns(Sums):
 
     def gram(self, name: str, rows: Tensor) -> None:
         kept = self.rows.get(name)
-        if kept is None or name in self or not rows.size(1):
+        if kept is None or name in self:
             super().gram(name, rows)
             return
+        if not rows.size(1) and kept:
+            return
         count = rows.size(1) + sum(part.size(1) for part in kept)
-        if self.policy.keeps(rows.size(2), count):
+        if count and self.policy.keeps(rows.size(2), count):
             held = sum(part.nbytes for part in kept) + rows.nbytes
             where = storage_device(held, rows.device, self.policy.store)
             dtype = rows.dtype if self.policy.may_change else self.policy.dtype
@@ -82,7 +84,8 @@ class Columns(Sums):
                     super().gram(name, part)
             return {}
         scaled = [_scaled(part, terms, self.policy) for part in self.rows[some[0]]]
-        columns = torch.cat(scaled, 1).mT  # [B, o, T]
+        # once they went to the host, later ones did too: all belong there
+        columns = torch.cat([part.to(scaled[-1].device) for part in scaled], 1).mT  # [B, o, T]
         if some == ["softmax"]:
             return {"columns": columns, "mean": centered_factor(columns).diagonal}
         return {"columns": columns}
