@@ -101,16 +101,13 @@ class Asker:
         """What queries are in the store: [Q, D], preconditioned where its rows are not."""
         found: list[Tensor] = []
         subject = self.run.subject
+
+        def take(own: Tensor, losses: Tensor) -> None:
+            found.append(own)
+
         for query in queries:
             if self.whitened:
-                take = found.append
-                collect(
-                    subject.model,
-                    [query.batch],
-                    subject.loss,
-                    self.encoding,
-                    lambda own, _, take=take: take(own),  # type: ignore[misc]
-                )
+                collect(subject.model, [query.batch], subject.loss, self.encoding, take)
             else:
                 found.append(encoded(self.encoding, self._matrices([query])))
         return torch.cat(found)

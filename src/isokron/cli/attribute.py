@@ -14,6 +14,7 @@ from isokron.cli.watching import Stages, watched
 
 
 def attribute(
+    call: typer.Context,
     run: o.RunFolder,
     query: o.Queries = None,
     task: o.Task = None,
@@ -58,23 +59,7 @@ def attribute(
 
       isokron attribute runs/mine --model path/to/model --data train.jsonl --query "a text"
     """
-    source = Source(
-        task=task,
-        model=model,
-        data=data,
-        kind=kind,
-        text=text,
-        label=label,
-        id=id,
-        context=context,
-        long=long,
-        weights=None if weights is None else str(weights),
-        steps=steps,
-        lr=lr,
-        seed=seed,
-        examples=examples,
-        layers=tuple(layers or ()),
-    )
+    source = Source.of(call.params)
     with reported(2):
         from isokron.attribution import Ask, Build, Fit, read_queries
         from isokron.attribution.sides import check_separable

@@ -11,6 +11,7 @@ from isokron.cli.watching import Stages, watched
 
 
 def fit(
+    call: typer.Context,
     run: o.RunFolder,
     task: o.Task = None,
     model: o.Model = None,
@@ -38,23 +39,7 @@ def fit(
 
       isokron fit runs/digits --task digits --method ekfac
     """
-    source = Source(
-        task=task,
-        model=model,
-        data=data,
-        kind=kind,
-        text=text,
-        label=label,
-        id=id,
-        context=context,
-        long=long,
-        weights=None if weights is None else str(weights),
-        steps=steps,
-        lr=lr,
-        seed=seed,
-        examples=examples,
-        layers=tuple(layers or ()),
-    )
+    source = Source.of(call.params)
     with reported(2):
         from isokron.attribution import Fit
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,13 @@ class Source:
     seed: int = 0
     examples: int | None = None
     layers: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(given: Mapping[str, Any]) -> Source:
+        """What a command was given, whose options have the names of the fields."""
+        own = {field.name: given[field.name] for field in fields(Source)}
+        own["weights"] = None if own["weights"] is None else str(own["weights"])
+        return Source(**{**own, "layers": tuple(own["layers"] or ())})
 
     def check(self) -> None:
         """What can be known to be wrong before anything is loaded."""
