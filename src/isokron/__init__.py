@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from isokron import (
         attribution,
         curvature,
+        distributed,
         jax,
         kernels,
         linalg,
@@ -52,6 +53,7 @@ _HOMES = {
 _FOLDERS = (
     "attribution",
     "curvature",
+    "distributed",
     "jax",
     "kernels",
     "linalg",
@@ -76,6 +78,7 @@ __all__ = [
     "__version__",
     "attribution",
     "curvature",
+    "distributed",
     "jax",
     "kernels",
     "linalg",

@@ -1,0 +1,5 @@
+"""Who owns which block, and how blocks travel."""
+
+from isokron.distributed.ranks import Ranks
+
+__all__ = ["Ranks"]

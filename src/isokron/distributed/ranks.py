@@ -1,0 +1,160 @@
+"""The processes that share work, and what travels between them: every wait has an end."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+TIMEOUT = 300.0  # seconds
+
+
+@dataclass
+class Traffic:
+    """Bytes this process has given to others, as an ideal ring or exchange would send them."""
+
+    sent: int = 0
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes of one group: which of them this is, and the collectives they take part in.
+
+    `timeout`: seconds any of them waits for the others before it raises.
+    """
+
+    group: dist.ProcessGroup
+    timeout: float = TIMEOUT
+    traffic: Traffic = field(default_factory=Traffic, compare=False)
+
+    @property
+    def rank(self) -> int:
+        """This process, counted in the group."""
+        return dist.get_rank(self.group)
+
+    @property
+    def size(self) -> int:
+        return dist.get_world_size(self.group)
+
+    @property
+    def device(self) -> torch.device:
+        """Where small tensors that travel have to be."""
+        if dist.get_backend(self.group) == "nccl":
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
+
+    def all_reduce_(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
+        """Everybody's sum (or what `op` says), in place."""
+        self.traffic.sent += 2 * _bytes(tensor) * (self.size - 1) // self.size
+        work = dist.all_reduce(tensor, op, group=self.group, async_op=True)
+        Pending(work, "all_reduce", self).wait()
+        return tensor
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Everybody's tensors, which all have one shape, by rank. [R, ...]"""
+        everything = tensor.new_empty(self.size, *tensor.shape)
+        self.all_gather_into(everything, tensor).wait()
+        return everything
+
+    def all_gather_into(self, everything: Tensor, tensor: Tensor) -> "Pending":
+        """Begin to fill `everything`, [R, ...], with the tensors of all."""
+        self.traffic.sent += _bytes(tensor) * (self.size - 1)
+        work = dist.all_gather_into_tensor(
+            everything.view(-1), tensor.contiguous().view(-1), group=self.group, async_op=True
+        )
+        return Pending(work, "all_gather", self)
+
+    def all_gather_uneven(self, tensor: Tensor) -> list[Tensor]:
+        """Everybody's tensors, which may differ in the length of their first dimension."""
+        counts = self.all_gather(torch.tensor([len(tensor)], device=self.device)).flatten().tolist()
+        padded = tensor.new_zeros(max(counts), *tensor.shape[1:])
+        padded[: len(tensor)] = tensor
+        everything = self.all_gather(padded)
+        return [rows[:count] for rows, count in zip(everything, counts, strict=True)]
+
+    def reduce_scatter_into(self, own: Tensor, tensor: Tensor, op: Any) -> "Pending":
+        """Begin to fill `own`, [n], with this rank's part of everybody's sum of `tensor`, [R·n]."""
+        self.traffic.sent += _bytes(own) * (self.size - 1)
+        work = dist.reduce_scatter_tensor(own, tensor, op, group=self.group, async_op=True)
+        return Pending(work, "reduce_scatter", self)
+
+    def all_to_all_into(
+        self, received: Tensor, sent: Tensor, of_each: Sequence[int], to_each: Sequence[int]
+    ) -> "Pending":
+        """Begin to send flat `sent`, cut by `to_each`, and to fill `received`, cut by `of_each`."""
+        own = to_each[self.rank]
+        self.traffic.sent += (sum(to_each) - own) * sent.element_size()
+        work = dist.all_to_all_single(
+            received, sent, list(of_each), list(to_each), group=self.group, async_op=True
+        )
+        return Pending(work, "all_to_all", self)
+
+    def barrier(self, what: str) -> None:
+        """Until all have come here; `what`: for what, in an error."""
+        token = torch.zeros(1, device=self.device)
+        Pending(
+            dist.all_reduce(token, group=self.group, async_op=True), f"a barrier ({what})", self
+        ).wait()
+
+    def agree(self, what: str, value: Any) -> None:
+        """Raise, on all ranks, unless all have the same `value` (plain JSON)."""
+        mine = fingerprint(value)
+        everyone = self.all_gather(torch.tensor([mine], device=self.device)).flatten().tolist()
+        if len(set(everyone)) == 1:
+            return
+        texts = self.gather_text(json.dumps(value, default=str))
+        first, other = next((0, r) for r in range(self.size) if everyone[r] != everyone[0])
+        raise RuntimeError(
+            f"{what} must be the same on all {self.size} ranks, but rank {first} has "
+            f"{differing(texts[first], texts[other])} on rank {other}"
+        )
+
+    def gather_text(self, text: str) -> list[str]:
+        """A text of every rank."""
+        coded = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
+        parts = self.all_gather_uneven(coded.to(self.device))
+        return [bytes(part.tolist()).decode() for part in parts]
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A collective under way."""
+
+    work: Any
+    what: str
+    ranks: Ranks
+
+    def wait(self) -> None:
+        try:
+            self.work.wait(timedelta(seconds=self.ranks.timeout))
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {self.ranks.rank} of {self.ranks.size} waited in {self.what} for ranks that "
+                f"did not come within {self.ranks.timeout:g} s, or have ended: look at what the "
+                f"others printed last ({str(error).splitlines()[0]})"
+            ) from error
+
+
+def fingerprint(value: Any) -> int:
+    """A number of 63 bits, the same for equal values (plain JSON) and hardly ever for others."""
+    text = json.dumps(value, sort_keys=True, default=str)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def differing(one: str, other: str, around: int = 40) -> str:
+    """'…a… against …b…': where two texts begin to differ."""
+    at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
+    at = min(len(one), len(other)) if at is None else at
+    start = max(0, at - around)
+    lead = "…" if start else ""
+    cut = [text[start : at + around] for text in (one, other)]
+    return f"{lead}{cut[0]} against {lead}{cut[1]}"
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
