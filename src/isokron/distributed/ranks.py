@@ -64,7 +64,7 @@ class Ranks:
     def all_gather_into(self, everything: Tensor, tensor: Tensor) -> "Pending":
         """Begin to fill `everything`, [R, ...], with the tensors of all."""
         self.traffic.sent += _bytes(tensor) * (self.size - 1)
-        work = dist.all_gather_into_tensor(
+        work = dist.all_gather_single(
             everything.view(-1), tensor.contiguous().view(-1), group=self.group, async_op=True
         )
         return Pending(work, "all_gather", self)
@@ -119,6 +119,19 @@ class Ranks:
         coded = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
         parts = self.all_gather_uneven(coded.to(self.device))
         return [bytes(part.tolist()).decode() for part in parts]
+
+
+def ranks_of(group: Any = None, timeout: float = TIMEOUT) -> Ranks:
+    """The processes of a process group, by default of all."""
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError(
+            "there is no process group; call torch.distributed.init_process_group, as scripts "
+            "started by torchrun do, before work is shared"
+        )
+    if not timeout > 0:
+        raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
+    chosen: Any = dist.group.WORLD if group is None else group
+    return Ranks(chosen, timeout)
 
 
 @dataclass(frozen=True)

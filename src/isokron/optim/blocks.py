@@ -3,11 +3,15 @@
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from isokron.cutting import Block, cut_blocks, is_matrix, split_sizes
+
+if TYPE_CHECKING:
+    from isokron.optim.shared import Shared
 
 __all__ = ["Batch", "Block", "Row", "cut_blocks", "is_matrix", "split_sizes"]
 
@@ -29,12 +33,15 @@ class Batch:
     steps its refreshes are shifted, `failures` how many have failed in a row; they stay on the CPU
     so that asking what is due never waits for a device. `coming`: operators whose refresh has begun
     and does not count yet, under the names they have in `state`; `jobs`: who is at work on them.
+    `shared`: where other processes have rows of this batch too, all of them; `rows` are then those
+    owned here, perhaps none.
     """
 
-    def __init__(self, rows: list[Row], dtype: torch.dtype) -> None:
-        self.rows = rows
-        self.shape = rows[0].block.shape
-        self.device = rows[0].param.device
+    def __init__(self, rows: list[Row], dtype: torch.dtype, shared: "Shared | None" = None) -> None:
+        self.rows, self.shared = rows, shared
+        some = rows[0] if shared is None else shared.rows[0]
+        self.shape = some.block.shape
+        self.device = some.param.device
         self.dtype = dtype
         self.step = torch.zeros(len(rows), dtype=torch.float32, device="cpu")
         self.phase = [0] * len(rows)
@@ -45,6 +52,9 @@ class Batch:
 
     def zeros(self) -> Tensor:
         return torch.zeros(len(self.rows), *self.shape, dtype=self.dtype, device=self.device)
+
+    def _none(self) -> Tensor:
+        return torch.empty(0, dtype=self.dtype, device=self.device)
 
     def eyes(self, size: int, dtype: torch.dtype | None = None) -> Tensor:
         """An identity matrix a row. [B, size, size]"""
@@ -60,6 +70,18 @@ class Batch:
         blocks = [row.block.read(tensor) for row, tensor in zip(rows, tensors, strict=True)]
         stacked = blocks[0].unsqueeze(0) if len(blocks) == 1 else torch.stack(blocks)
         return stacked.to(self.dtype)
+
+    def gradients(self, rows: Sequence[Row]) -> Tensor:
+        """Of rows that have one. [B, ...]"""
+        if self.shared is not None:
+            return self.shared.arrived("grad", self._none())
+        return self.stack([row.param.grad for row in rows if row.param.grad is not None], rows)
+
+    def weights(self, rows: Sequence[Row]) -> Tensor:
+        """[B, ...]"""
+        if self.shared is not None:
+            return self.shared.arrived("weight", self._none())
+        return self.stack([row.param for row in rows], rows)
 
     def present(self) -> list[int]:
         """Rows whose parameter has a gradient in this step."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isokron.distributed import local
 from isokron.optim.groups import param_name
 
 
@@ -23,7 +24,7 @@ def check_gradients(
             _check_kinds(optimizer, group)
     for mode in ("raise", "skip"):
         asking = [group for group in groups if group["nonfinite"] == mode]
-        grads = [p.grad for group in asking for p in group["params"] if p.grad is not None]
+        grads = [local(p.grad) for group in asking for p in group["params"] if p.grad is not None]
         if not grads or _surely_finite(grads, squares):
             continue
         wrong = _what_is_wrong(asking, squares)
@@ -89,9 +90,10 @@ def _what_is_wrong(groups: Sequence[Mapping[str, Any]], squares: bool) -> str:
         for i, param in enumerate(group["params"]):
             if param.grad is None:
                 continue
-            if not bool(param.grad.isfinite().all()):
+            grad = local(param.grad)
+            if not bool(grad.isfinite().all()):
                 nonfinite.append(param_name(group, i))
-            elif squares and not bool(_sum_of_squares(param.grad).isfinite()):
+            elif squares and not bool(_sum_of_squares(grad).isfinite()):
                 huge.append(param_name(group, i))
     found = []
     if nonfinite:

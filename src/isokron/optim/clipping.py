@@ -1,13 +1,16 @@
 """A length for every layer of a parameter, whose blocks may be in several batches."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from isokron.distributed import local
 from isokron.optim.blocks import Row
 from isokron.optim.grafting import norms
 from isokron.optim.writing import Update
+
+Layer = tuple[Tensor, int]  # a parameter, and the number of its part
 
 
 def clip_by_layer_(updates: Sequence[Update], most: float, divisor: float) -> None:
@@ -15,7 +18,7 @@ def clip_by_layer_(updates: Sequence[Update], most: float, divisor: float) -> No
 
     A layer is a part of a parameter that its blocks were cut from: one of a stack, or of a split.
     """
-    numbers: dict[tuple[Tensor, int], int] = {}
+    numbers: dict[Layer, int] = {}
     owners, sizes = [], []
     for update in updates:
         keys = [(row.param, row.block.part) for row in update.rows]
@@ -33,12 +36,15 @@ def clip_by_layer_(updates: Sequence[Update], most: float, divisor: float) -> No
         direction.mul_(part.to(direction).view(-1, *[1] * (direction.ndim - 1)))
 
 
-def layer_norms(rows: Sequence[Row]) -> Tensor:
-    """The norm of the gradient of each row's layer, in float64. [B]"""
-    found: dict[tuple[Tensor, int], Tensor] = {}
+def layer_norms(rows: Sequence[Row], known: Mapping[Layer, Tensor]) -> Tensor:
+    """The norm of the gradient of each row's layer, in float64. [B]
+
+    `known`: those of layers of which only a part is here.
+    """
+    found = dict(known)
     for row in rows:
         key = (row.param, row.block.part)
         if key not in found and row.param.grad is not None:
-            part = row.param.grad[row.block.index]
+            part = local(row.param.grad)[row.block.index]
             found[key] = torch.linalg.vector_norm(part, dtype=torch.float64)
     return torch.stack([found[row.param, row.block.part] for row in rows])

@@ -13,10 +13,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from isokron.distributed import TIMEOUT, Sharing, ranks_of
 from isokron.optim import checkpoint
 from isokron.optim.blocks import Batch, Block, Row, cut_blocks, is_matrix
 from isokron.optim.cadence import unready
 from isokron.optim.checks import check_gradients
+from isokron.optim.clipping import Layer
 from isokron.optim.grafting import graft, graft_direction
 from isokron.optim.groups import (
     check_group,
@@ -31,8 +33,9 @@ from isokron.optim.moments import filtered_, first_moment_
 from isokron.optim.plan import Plan, Shown, build_plan
 from isokron.optim.refreshing import Refresher, wait
 from isokron.optim.settings import SHARED
+from isokron.optim.shared import lengths_of_layers
 from isokron.optim.spectral import spectral_direction
-from isokron.optim.writing import Copies, Update, graft_by_parameter_, write_back
+from isokron.optim.writing import Copies, Update, graft_by_parameter_, unowned, write_back
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +71,8 @@ class Preconditioned(torch.optim.Optimizer):
         check_settings(type(self), settings)
         self._plans: list[Plan] = []
         self._shown: Shown | None = None
+        self._sharing = Sharing()
+        self._lengths: dict[Layer, Tensor] = {}  # of gradients of layers that are here in part
         self._refresher = Refresher()
         self.skipped_steps = 0
         super().__init__(params, {**SHARED, "lr": lr, **settings})
@@ -178,7 +183,10 @@ class Preconditioned(torch.optim.Optimizer):
         looks = [plan.look(group) for group, plan in pairs]
         seen = {fused: grads for look in looks for fused, grads in look.items()}
         known = [bool(look) for look in looks]
-        unfit = check_gradients(type(self).__name__, self.param_groups, self.squares, known)
+        unfit = self._sharing.agreed(
+            self.param_groups,
+            lambda: check_gradients(type(self).__name__, self.param_groups, self.squares, known),
+        )
         if unfit:
             self.skipped_steps += 1
             logger.warning("skipped a step: %s", unfit)
@@ -193,6 +201,27 @@ class Preconditioned(torch.optim.Optimizer):
             if any(parted):
                 self._show(plan)
         return loss
+
+    def distribute(
+        self,
+        group: Any = None,
+        *,
+        communication_dtype: torch.dtype | None = None,
+        timeout: float = TIMEOUT,
+    ) -> None:
+        """Divide work and state over the processes of a group, by default all, which step the same
+        parameters with the same gradients (DDP). Call it on all of them before the first step.
+
+        What is sharded (FSDP2) is divided over the ranks of its mesh in any case; for it this sets
+        the rest. `communication_dtype`: in which blocks travel, None for their own. `timeout`:
+        seconds that a process waits for others. See docs/distributed.md.
+        """
+        if self.state:
+            raise RuntimeError(
+                f"{type(self).__name__}: distribute() must come before the first step, and before "
+                "a state is loaded; make the optimizer anew"
+            )
+        self._sharing = Sharing(ranks_of(group, timeout), communication_dtype, timeout)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; those of a `flat` group become zero where they are."""
@@ -245,6 +274,12 @@ class Preconditioned(torch.optim.Optimizer):
             handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
+        if self._sharing.active(self.param_groups):
+            raise RuntimeError(
+                f"{type(self).__name__}: a copy of one process's part of an optimizer is of no "
+                "use; call optimizer.full_state_dict() on all ranks, or save it by "
+                "torch.distributed.checkpoint"
+            )
         self._join()
         counts = {"skipped_steps": self.skipped_steps, "_failed": self._refresher.failed}
         return {**super().__getstate__(), **counts}
@@ -256,7 +291,7 @@ class Preconditioned(torch.optim.Optimizer):
         self.defaults.pop("differentiable", None)  # torch adds it; no group here has a use for it
         self._plans, self._shown = [], None
         if failed is not None:  # a copy; a loaded state leaves the counts as they are
-            self._refresher = Refresher(failed)
+            self._refresher, self._sharing = Refresher(failed), Sharing()
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
@@ -278,7 +313,17 @@ class Preconditioned(torch.optim.Optimizer):
             self._join()
             # decompositions need float32, whatever state_dtype says
             least = torch.float32 if self.operator else None
-            plan = build_plan(group, self.takes, self.cut, self.state, self.shaping, least)
+            plan = build_plan(
+                group,
+                self.takes,
+                self.cut,
+                self.state,
+                self.shaping,
+                least,
+                self._sharing,
+                self._plans[i - 1].loads if i else None,
+                self._together(group),
+            )
             for batch in plan.batches:
                 batch.state = self._full_state(batch, group)
                 if group["delay"]:
@@ -311,15 +356,31 @@ class Preconditioned(torch.optim.Optimizer):
             state["graft"] = batch.zeros()
         return state if spectral else {**state, **self.init_state(batch, group)}
 
+    def _together(self, group: Mapping[str, Any]) -> str:
+        """Which blocks one process must have, where several share the work."""
+        if group["graft"] and group["graft_by"] == "parameter":
+            return "parameter"
+        return "part" if self.settles else "block"
+
     def _beta(self, group: Mapping[str, Any]) -> float:
         """The first moment's rate."""
         return group["betas"][0] if self.heavy_ball else group["momentum"]
 
     def _step_blocks(self, plan: Plan, group: Mapping[str, Any]) -> None:
         copies: Copies = {}
+        shared = [batch.shared for batch in plan.batches if batch.shared is not None]
+        for batch in shared:
+            batch.call_(bool(group["weight_decay"]) and group["decay"] == "l2")
+        self._lengths = lengths_of_layers(shared) if group.get("normalize") else {}
         found = (self._update(batch, group) for batch in plan.batches)
         updates = (update for update in found if update is not None)
+        waiting: list[Update] = []  # what is travelling does so while the next is found
         for update in self._settled(updates, plan, group):
+            update.finish_(group)
+            waiting.append(update)
+            if update.coming is None or len(waiting) > 1:
+                waiting.pop(0).write_(group, copies)
+        for update in waiting:
             update.write_(group, copies)
         write_back(copies)
 
@@ -331,17 +392,18 @@ class Preconditioned(torch.optim.Optimizer):
         if not by_parameter and (group["graft"] or not self.settles):
             return updates
         held = list(updates)
-        if held and by_parameter:
-            graft_by_parameter_(held, plan.params)
-        elif held:
-            self.settle_(held, group)
+        own = [update for update in held if update.rows]
+        if own and by_parameter:
+            graft_by_parameter_(own, plan.params)
+        elif own:
+            self.settle_(own, group)
         return held
 
     def _update(self, batch: Batch, group: Mapping[str, Any]) -> Update | None:
         """Observe, refresh what is due, and find the update. [B, ...]"""
         present = batch.present()
         if not present:
-            return None
+            return unowned(batch)
         at = None if len(present) == len(batch.rows) else torch.tensor(present)
         state = batch.select(at)
         batch.step[slice(None) if at is None else at] += 1
@@ -350,13 +412,12 @@ class Preconditioned(torch.optim.Optimizer):
         state["step"] = step.to(batch.device, wide).view(-1, *[1] * len(batch.shape))
 
         rows = [batch.rows[i] for i in present]
-        grad = batch.stack([row.param.grad for row in rows if row.param.grad is not None], rows)
+        grad = batch.gradients(rows)
         grad = self.scaled_gradient(grad, rows, group)
         if group["maximize"]:
             grad = -grad
         if group["weight_decay"] and group["decay"] == "l2":
-            weights = batch.stack([row.param for row in rows], rows)
-            grad = grad.add(weights, alpha=group["weight_decay"])
+            grad = grad.add(batch.weights(rows), alpha=group["weight_decay"])
         if group["route"] == "spectral":
             moment = self._moment(grad, state, group)
             direction = spectral_direction(moment)

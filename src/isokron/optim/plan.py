@@ -9,15 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isokron.distributed import Place, Ranks, Sharing, assign, block_cost
 from isokron.optim.averaging import Averages
 from isokron.optim.blocks import Batch, Block, Row
 from isokron.optim.cadence import take_turns_
 from isokron.optim.flat import FlatList, small_and_large
 from isokron.optim.fused import FusedList
 from isokron.optim.groups import state_dtype
+from isokron.optim.parts import PartList
 from isokron.optim.settings import LAYOUT
+from isokron.optim.shared import Shared
 
 State = MutableMapping[Tensor, Any]
+Fused = FusedList | FlatList | PartList
+Loads = dict[Ranks, list[float]]  # what each of the ranks that share work has to do in a step
 
 
 @dataclass(frozen=True)
@@ -32,8 +37,9 @@ class Plan:
     shaping: tuple[str, ...]
     idle: list[Tensor]
     batches: list[Batch]
-    fused: list[FusedList | FlatList]
+    fused: list[Fused]
     averages: Averages | None
+    loads: Loads
 
     def holds(self, group: Mapping[str, Any]) -> bool:
         """Whether the plan was made for this group as it is and has all that take part now."""
@@ -45,7 +51,7 @@ class Plan:
             and all(param.grad is None for param in self.idle)
         )
 
-    def look(self, group: Mapping[str, Any]) -> dict[FusedList | FlatList, list[Tensor]]:
+    def look(self, group: Mapping[str, Any]) -> dict[Fused, list[Tensor]]:
         """The gradients of the lists, if there is nothing else and all are fit to be stepped on."""
         if self.batches or not self.holds(group):
             return {}
@@ -66,6 +72,9 @@ class Plan:
             for i, row in enumerate(batch.rows):
                 entry = entries.setdefault(row.param, {"step": batch.step[i]})
                 entry.update({f"{key}.{row.number}": v[i] for key, v in batch.stored().items()})
+            if batch.shared is not None:
+                for row, step in zip(batch.shared.rows, batch.shared.step, strict=True):
+                    entries.setdefault(row.param, {"step": step})
         for fused in self.fused:
             entries |= {param: fused.row(i) for i, param in enumerate(fused.params)}
         if self.averages is not None:
@@ -105,14 +114,20 @@ def build_plan(
     state: Mapping[Tensor, Any],
     shaping: tuple[str, ...] = (),
     least: torch.dtype | None = None,
+    sharing: Sharing | None = None,
+    before: Loads | None = None,
+    together: str = "block",
 ) -> Plan:
     """Batches of equal blocks of what the method takes, lists for AdamW of the rest.
 
     `shaping`: settings of the method's own on which the form of its state depends. `least`: the
-    least precision its state may have.
+    least precision its state may have. `before`: what ranks have to do for other groups.
+    `together`: what has one owner: a "block", the blocks of a "part" or of a "parameter".
     """
+    sharing = sharing or Sharing()
     rows: dict[tuple[Any, ...], list[Row]] = {}
-    lists: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    lists: dict[tuple[Any, ...], list[Tensor]] = {}
+    places: dict[Tensor, Place] = {}
     idle: list[Tensor] = []
     for param in group["params"]:
         if param.numel() == 0:
@@ -120,25 +135,72 @@ def build_plan(
         if not param.requires_grad and param.grad is None and not state.get(param):
             idle.append(param)
             continue
+        kind: tuple[Any, ...] = (param.dtype, param.device)
+        place = sharing.place(param)
+        if place is not None:
+            places[param] = place
+            kind = (*kind, place.ranks, place.dim is None)
         if not takes(param, group):
-            lists.setdefault((param.device, param.dtype), []).append(param)
+            lists.setdefault(kind, []).append(param)
             continue
         for number, block in enumerate(cut(param.shape, group)):
-            key = (block.shape, param.dtype, param.device)
-            rows.setdefault(key, []).append(Row(param, block, number))
+            rows.setdefault((block.shape, *kind), []).append(Row(param, block, number))
     batches = []
     for equal in rows.values():
         dtype = state_dtype(equal[0].param, group)
         batches.append(Batch(equal, torch.promote_types(dtype, least) if least else dtype))
-    fused: list[FusedList | FlatList] = []
+    fused: list[Fused] = []
     for params in lists.values():
         form = (state_dtype(params[0], group), group["amsgrad"])
+        if params[0] in places:
+            fused.append(PartList(params, [places[param] for param in params], *form))
+            continue
         small, large = small_and_large(params) if group["flat"] else ([], params)
         fused += [FlatList(small, *form)] if small else []
         fused += [FusedList(large, *form)] if large else []
     if group["stagger"]:
         take_turns_(batches, group)
+    loads = {ranks: list(load) for ranks, load in (before or {}).items()}
+    if places:
+        batches = _divided(batches, places, group, sharing, loads, together)
     stepped = [p for p in group["params"] if p.numel() and all(p is not q for q in idle)]
     averages = Averages(stepped, group) if group["average"] else None
     made_for = layout(group, shaping)
-    return Plan(list(group["params"]), made_for, shaping, idle, batches, fused, averages)
+    return Plan(list(group["params"]), made_for, shaping, idle, batches, fused, averages, loads)
+
+
+def _divided(
+    batches: Sequence[Batch],
+    places: Mapping[Tensor, Place],
+    group: Mapping[str, Any],
+    sharing: Sharing,
+    loads: Loads,
+    together: str,
+) -> list[Batch]:
+    """The same batches, each with the rows that this process owns; `loads` grow in place."""
+    shared = [batch for batch in batches if batch.rows[0].param in places]
+    number = {param: i for i, param in enumerate(places)}
+    owners: dict[tuple[int, int], int] = {}
+    for ranks in dict.fromkeys(place.ranks for place in places.values()):
+        rows = [row for b in shared for row in b.rows if places[row.param].ranks == ranks]
+        blocks = [(number[row.param], row.number) for row in rows]
+        keys: dict[str, list[Any]] = {
+            "block": blocks,
+            "part": [(number[row.param], row.block.part) for row in rows],
+            "parameter": [number[row.param] for row in rows],
+        }
+        costs = [block_cost(row.block.shape, group) for row in rows]
+        load = loads.setdefault(ranks, [0.0] * ranks.size)
+        owners.update(zip(blocks, assign(costs, keys[together], load), strict=True))
+    result = []
+    for batch in batches:
+        if batch.rows[0].param not in places:
+            result.append(batch)
+            continue
+        at = [places[row.param] for row in batch.rows]
+        owner = [owners[number[row.param], row.number] for row in batch.rows]
+        whole = Shared(batch.rows, at, owner, sharing.communication_dtype)
+        mine = Batch(whole.own, batch.dtype, whole)
+        mine.phase = [batch.phase[i] for i in whole.travel.own]
+        result.append(mine)
+    return result

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isokron.distributed import Arriving, local
 from isokron.optim.blocks import Batch, Row
 from isokron.optim.grafting import graft_together
 from isokron.optim.groups import decay_rate, learning_rate
@@ -27,20 +28,42 @@ class Update:
     direction: Tensor  # [B, ...]
     simple: Tensor | None  # the grafted method's direction
     alone: Tensor | None  # rows that it steps alone. [B], on the CPU
+    coming: Arriving | None = None
+
+    def finish_(self, group: Mapping[str, Any]) -> None:
+        """P, and the state back to where it lives; what others have found is on its way."""
+        if self.rows:
+            if "velocity" in self.state:
+                self.direction = heavy_ball_(self.state["velocity"], self.direction, group)
+            self.batch.put_(self.state, self.at)
+        if self.batch.shared is not None:
+            self.coming = self.batch.shared.spread(self.direction)
 
     def write_(self, group: Mapping[str, Any], copies: Copies) -> None:
-        """W ← W(1 − lr·λ) − lr·P, and the state back to where it lives."""
-        direction = self.direction
-        if "velocity" in self.state:
-            direction = heavy_ball_(self.state["velocity"], direction, group)
-        self.batch.put_(self.state, self.at)
-        blocks = [_writable(row, copies) for row in self.rows]
+        """W ← W(1 − lr·λ) − lr·P"""
+        if self.coming is None or self.batch.shared is None:
+            rows, found = self.rows, list(self.direction.unbind())
+        else:
+            rows, found = self.batch.shared.written(), self.coming.take()
+        if not rows:
+            return
+        blocks = [_writable(row, copies) for row in rows]
         lr, rate = learning_rate(group), decay_rate(group)
         if rate:
             torch._foreach_mul_(blocks, 1 - lr * rate)
         if isinstance(lr, Tensor):
-            direction, lr = direction * lr, 1.0
-        torch._foreach_sub_(blocks, direction.unbind(), alpha=lr)
+            found, lr = list(torch._foreach_mul(found, lr)), 1.0
+        torch._foreach_sub_(blocks, found, alpha=lr)
+
+
+def unowned(batch: Batch) -> Update | None:
+    """Of a batch of which no row that steps is owned here; None if no row steps anywhere."""
+    if batch.shared is None or not batch.shared.at:
+        return None
+    for what in list(batch.shared.coming):
+        batch.gradients([]) if what == "grad" else batch.weights([])
+    nothing = torch.empty(0, *batch.shape, dtype=batch.dtype, device=batch.device)
+    return Update(batch, None, [], {}, nothing, None, None)
 
 
 def graft_by_parameter_(updates: Sequence[Update], params: Sequence[Tensor]) -> None:
@@ -65,11 +88,11 @@ def write_back(copies: Copies) -> None:
 
 def _writable(row: Row, copies: Copies) -> Tensor:
     """The row's block as a view to write into: of the parameter, or of a copy kept for the step."""
-    block = row.block
+    block, param = row.block, local(row.param)
     try:
-        return block.view(row.param)
+        return block.view(param)
     except RuntimeError:  # strides that do not merge, such as channels_last
-        part = row.param[block.index]
+        part = param[block.index]
         key = (row.param, block.part)
         _, copy = copies.setdefault(key, (part, part.reshape(block.merged)))
         return copy[block.cut]

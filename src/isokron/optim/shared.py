@@ -1,0 +1,113 @@
+"""Rows of a batch that several processes work on: each owns some and writes what it has of all."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from isokron.cutting import Block
+from isokron.distributed import (
+    Arriving,
+    Place,
+    Ranks,
+    Travel,
+    block_of_shard,
+    holders,
+    local,
+)
+from isokron.optim.blocks import Row
+
+
+def lengths_of_layers(batches: Sequence["Shared"]) -> dict[tuple[Tensor, int], Tensor]:
+    """Norms of the gradients of layers of which each process has a part, found together."""
+    sums: dict[Ranks, dict[tuple[Tensor, int], Tensor]] = {}
+    for batch in batches:
+        own = sums.setdefault(batch.travel.ranks, {})
+        for key, square in batch.squares().items():
+            own[key] = own[key] + square if key in own else square
+    lengths: dict[tuple[Tensor, int], Tensor] = {}
+    for ranks, own in sums.items():
+        if own:
+            total = ranks.all_reduce_(torch.stack(list(own.values())))
+            lengths |= dict(zip(own, total.sqrt(), strict=True))
+    return lengths
+
+
+class Shared:
+    """All rows of a batch, whoever owns them.
+
+    `here`: of every row, what this process has of its block, as a block of its part of the
+    parameter. `step`: how many gradients every row has seen, which all processes know.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        places: Sequence[Place],
+        owners: Sequence[int],
+        dtype: torch.dtype | None,
+    ) -> None:
+        self.rows = list(rows)
+        ranks = places[0].ranks
+        self.here: list[Block | None] = [row.block for row in rows]
+        held = None
+        if places[0].dim is not None:
+            held = []
+            for i, (row, place) in enumerate(zip(rows, places, strict=True)):
+                dim, bounds, shape = place.dim or 0, place.bounds, row.param.shape
+                held.append(holders(row.block, shape, dim, bounds))
+                lo, hi = bounds[ranks.rank], bounds[ranks.rank + 1]
+                self.here[i] = block_of_shard(row.block, shape, dim, lo, hi)
+        self.travel = Travel(ranks, rows[0].block.shape, owners, held, dtype)
+        self.step = torch.zeros(len(rows), dtype=torch.float32, device="cpu")
+        self.at: list[int] = []
+        self.coming: dict[str, Arriving] = {}
+
+    @property
+    def own(self) -> list[Row]:
+        """The rows this process owns, in their order."""
+        return [self.rows[i] for i in self.travel.own]
+
+    def call_(self, weights: bool) -> None:
+        """Begin to bring this step's gradients, and with `weights` the parameters, to owners."""
+        self.at = [i for i, row in enumerate(self.rows) if row.param.grad is not None]
+        self.step[self.at] += 1
+        if self.at:
+            self.coming["grad"] = self._collect(lambda param: param.grad)
+            if weights:
+                self.coming["weight"] = self._collect(lambda param: param)
+
+    def arrived(self, what: str, like: Tensor) -> Tensor:
+        """The blocks of the present rows that are owned here, in the dtype of `like`. [B, ...]"""
+        blocks = self.coming.pop(what).take()
+        return torch.stack(blocks).to(like) if blocks else like.new_empty(0, *self.travel.shape)
+
+    def spread(self, direction: Tensor) -> Arriving:
+        """Begin to bring what was found for own rows to where it is written."""
+        return self.travel.spread(direction.unbind(), self.at, direction)
+
+    def written(self) -> list[Row]:
+        """Where what `spread` brings is written, in its order."""
+        spots = ((self.rows[i], self.here[i]) for i in self.at)
+        return [Row(row.param, spot, row.number) for row, spot in spots if spot is not None]
+
+    def squares(self) -> dict[tuple[Tensor, int], Tensor]:
+        """Of sharded parameters: Σ g² over what is here of the blocks of each layer, in float64."""
+        found: dict[tuple[Tensor, int], Tensor] = {}
+        for i in self.at if self.travel.held is not None else ():
+            row, spot = self.rows[i], self.here[i]
+            key = (row.param, row.block.part)
+            known = found.setdefault(key, torch.zeros((), dtype=torch.float64))
+            if spot is not None and row.param.grad is not None:
+                found[key] = known + spot.read(local(row.param.grad)).double().square().sum()
+        return found
+
+    def _collect(self, of: Callable[[Tensor], Tensor | None]) -> Arriving:
+        pieces, like = [], torch.empty(0)
+        for i in self.at:
+            spot, whole = self.here[i], of(self.rows[i].param)
+            if whole is None:
+                raise AssertionError("a row without gradient takes part in a step")
+            like = local(whole)
+            pieces.append(None if spot is None else spot.read(like))
+        return self.travel.collect(pieces, self.at, like.new_empty(0))

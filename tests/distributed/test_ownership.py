@@ -1,0 +1,133 @@
+"""R ranks give the result of one: owned blocks, whole or sharded parameters, every optimizer."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import isokron
+from cases import CASES, Case
+from processes import run
+
+STEPS = 7
+SHAPES = {
+    "matrix": (13, 10),
+    "wide": (5, 24),
+    "convolution": (8, 2, 2, 2),
+    "row": (1, 9),
+    "long": (17,),
+    "short": (2,),
+    "scalar": (),
+}
+
+
+def make(case: Case, **settings: Any) -> tuple[list[nn.Parameter], isokron.Preconditioned]:
+    generator = torch.Generator().manual_seed(1)
+    params = [
+        nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64))
+        for shape in SHAPES.values()
+    ]
+    return params, case.make(params, **settings)
+
+
+def gradients(step: int, missing: bool = True) -> list[Tensor | None]:
+    generator = torch.Generator().manual_seed(100 + step)
+    found = [
+        torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES.values()
+    ]
+    return [None if missing and i == step % 5 == 2 else grad for i, grad in enumerate(found)]
+
+
+def stepped(params: list[nn.Parameter], optimizer: isokron.Preconditioned, steps: range) -> None:
+    for step in steps:
+        for param, grad in zip(params, gradients(step), strict=True):
+            param.grad = None if grad is None else like(grad, param)
+        optimizer.step()
+
+
+def like(value: Tensor, param: Tensor) -> Tensor:
+    """A whole tensor placed as the parameter is."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if not isinstance(param, DTensor):
+        return value.clone()
+    return distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def sharded(params: list[nn.Parameter], mesh: Any) -> list[nn.Parameter]:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    cut = (Replicate(),) * (mesh.ndim - 1)
+    return [
+        nn.Parameter(
+            distribute_tensor(
+                p.detach(), mesh, (*cut, Shard(0) if p.ndim else Replicate()), src_data_rank=None
+            )
+        )
+        for p in params
+    ]
+
+
+def whole_parameters(numbers: list[int]) -> list[list[Tensor]]:
+    """Every rank has all parameters, as under DDP."""
+    found = []
+    for number in numbers:
+        params, optimizer = make(CASES[number])
+        optimizer.distribute()
+        stepped(params, optimizer, range(STEPS))
+        found.append([p.detach() for p in params])
+    return found
+
+
+def sharded_parameters(numbers: list[int], shape: tuple[int, ...]) -> list[list[Tensor]]:
+    """As under FSDP2, or HSDP where the mesh has two dimensions."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", shape)
+    found = []
+    for number in numbers:
+        case = CASES[number]
+        params = sharded(make(case)[0], mesh)
+        optimizer = case.make(params)
+        stepped(params, optimizer, range(STEPS))
+        found.append([whole(p.detach()) for p in params])
+    return found
+
+
+def one_process(number: int) -> list[Tensor]:
+    params, optimizer = make(CASES[number])
+    stepped(params, optimizer, range(STEPS))
+    return [p.detach() for p in params]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_owned_blocks_of_whole_parameters_step_as_in_one_process(
+    ranks: int, tmp_path: Path
+) -> None:
+    numbers = list(range(len(CASES)))
+    for found in run(ranks, whole_parameters, numbers, folder=tmp_path):
+        compare(numbers, found)
+
+
+@pytest.mark.parametrize("mesh", [(2,), (4,), (2, 2)], ids=str)
+def test_sharded_parameters_step_as_in_one_process(mesh: tuple[int, ...], tmp_path: Path) -> None:
+    numbers = list(range(len(CASES)))
+    ranks = torch.Size(mesh).numel()
+    for found in run(ranks, sharded_parameters, numbers, mesh, folder=tmp_path):
+        compare(numbers, found)
+
+
+def compare(numbers: list[int], found: list[list[Tensor]]) -> None:
+    for number, params in zip(numbers, found, strict=True):
+        for name, one, many in zip(SHAPES, one_process(number), params, strict=True):
+            torch.testing.assert_close(
+                many, one, rtol=1e-9, atol=1e-9, msg=f"{CASES[number].name}: {name}"
+            )
