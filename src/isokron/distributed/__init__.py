@@ -1,7 +1,9 @@
 """Who owns which block, and how blocks travel."""
 
 from isokron.distributed.agreement import agreed_trouble
+from isokron.distributed.complete import completed, gathered
 from isokron.distributed.ownership import assign, block_cost
+from isokron.distributed.partial import PartialState, full_state_dict, partial_state
 from isokron.distributed.places import (
     Place,
     Sharing,
@@ -19,6 +21,7 @@ from isokron.distributed.travel import Arriving, Travel
 __all__ = [
     "TIMEOUT",
     "Arriving",
+    "PartialState",
     "Place",
     "Ranks",
     "Sharing",
@@ -27,12 +30,16 @@ __all__ = [
     "assign",
     "block_cost",
     "block_of_shard",
+    "completed",
     "fill_",
+    "full_state_dict",
     "gather_parts_",
+    "gathered",
     "holders",
     "is_sharded",
     "local",
     "part_of",
+    "partial_state",
     "ranks_of",
     "whole_from",
 ]

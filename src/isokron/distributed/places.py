@@ -58,6 +58,10 @@ class Sharing:
     def _ranks(self, group: dist.ProcessGroup) -> Ranks:
         return self.groups.setdefault(group, Ranks(group, self.timeout))
 
+    def parties(self, groups: Sequence[Mapping[str, Any]]) -> list[Ranks]:
+        """With whom any parameter is shared."""
+        return list(self._parties(groups)) if self.active(groups) else []
+
     def active(self, groups: Sequence[Mapping[str, Any]]) -> bool:
         """Whether any parameter is shared."""
         if self.ranks is not None:

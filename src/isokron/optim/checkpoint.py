@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isokron.distributed import fill_
 from isokron.optim.groups import param_name
 from isokron.optim.plan import Plan
 
@@ -50,7 +51,7 @@ def _is_kept(entry: Mapping[str, Any]) -> bool:
 
 def adopt(plan: Plan, state: Mapping[Tensor, Any], group: Mapping[str, Any], who: str) -> None:
     """Copy what state there is into the plan's batches and lists; what is new starts afresh."""
-    for where, saved, wanted in _pairs(plan, state, group, who):
+    for _, where, saved, wanted in _pairs(plan, state, group, who):
         for key in set(saved) & set(wanted):
             shape = torch.as_tensor(saved[key]).shape
             if shape != wanted[key].shape:
@@ -67,6 +68,9 @@ def adopt(plan: Plan, state: Mapping[Tensor, Any], group: Mapping[str, Any], who
                     value[i].copy_(saved[f"{key}.{row.number}"])
                 elif key.startswith("next."):  # nothing has begun: what is there goes on
                     value[i].copy_(batch.state[key.removeprefix("next.")][i])
+        if batch.shared is not None:
+            for i, row in enumerate(batch.shared.rows):
+                batch.shared.step[i] = float((state.get(row.param) or {}).get("step", 0))
     for fused in plan.fused:
         fused.adopt_([state.get(param) or {} for param in fused.params])
     if plan.averages is not None:
@@ -74,13 +78,14 @@ def adopt(plan: Plan, state: Mapping[Tensor, Any], group: Mapping[str, Any], who
             saved = state.get(param) or {}
             for key, value in plan.averages.entry(i).items():
                 if key in saved:
-                    value.copy_(torch.as_tensor(saved[key]))
+                    fill_(value, torch.as_tensor(saved[key]))
 
 
 def check_keys(plan: Plan, state: Mapping[Tensor, Any], group: Mapping[str, Any], who: str) -> None:
     """Refuse a checkpoint of another optimizer, other settings or other blocks."""
-    for where, saved, wanted in _pairs(plan, state, group, who):
-        differing = sorted(set(saved) ^ set(wanted))
+    others = plan.elsewhere()
+    for param, where, saved, wanted in _pairs(plan, state, group, who):
+        differing = sorted((set(saved) ^ set(wanted)) - (others.get(param, set()) - set(wanted)))
         if differing:
             key = differing[0]
             lies = "missing from the checkpoint" if key in wanted else "not part of this state"
@@ -93,9 +98,10 @@ def check_keys(plan: Plan, state: Mapping[Tensor, Any], group: Mapping[str, Any]
 
 def _pairs(
     plan: Plan, state: Mapping[Tensor, Any], group: Mapping[str, Any], who: str
-) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Tensor]]]:
-    """Per parameter that has state: how an error calls it, its state, and the plan's."""
+) -> Iterator[tuple[Tensor, str, Mapping[str, Any], Mapping[str, Tensor]]]:
+    """Per parameter that has state: itself, how an error calls it, its state, and the plan's."""
     wanted = plan.entries()
     for i, param in enumerate(group["params"]):
         if state.get(param) and param in wanted:
-            yield f"{who}: state of parameter {param_name(group, i)}", state[param], wanted[param]
+            where = f"{who}: state of parameter {param_name(group, i)}"
+            yield param, where, state[param], wanted[param]

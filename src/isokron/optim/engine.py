@@ -13,7 +13,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from isokron.distributed import TIMEOUT, Sharing, ranks_of
+from isokron.distributed import (
+    TIMEOUT,
+    Sharing,
+    completed,
+    gathered,
+    partial_state,
+    ranks_of,
+)
 from isokron.optim import checkpoint
 from isokron.optim.blocks import Batch, Block, Row, cut_blocks, is_matrix
 from isokron.optim.cadence import unready
@@ -247,7 +254,11 @@ class Preconditioned(torch.optim.Optimizer):
             group["mode"] = mode if plan.averages else "train"
 
     def state_dict(self) -> dict[str, Any]:
-        """Flat keys and plain tensors; loads with weights_only=True."""
+        """Flat keys and plain tensors; loads with weights_only=True.
+
+        Where blocks are divided over ranks it is this rank's part, which cannot be pickled: save it
+        by torch.distributed.checkpoint, or save what `full_state_dict` gives.
+        """
         if self._plans:
             self._current_plans()
         self._join()
@@ -257,7 +268,22 @@ class Preconditioned(torch.optim.Optimizer):
             index: {**entry, "step": torch.as_tensor(entry["step"]).clone()}
             for index, entry in packed["state"].items()
         }
-        return packed
+        divided = any(plan.elsewhere() for plan in self._plans)
+        return partial_state(packed) if divided else packed
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The state of all blocks and of whole parameters, as one process would have it.
+
+        Where work is divided, all ranks must call it, and all get the whole.
+        """
+        packed = dict(self.state_dict())
+        entries = {
+            number: {key: gathered(value) for key, value in entry.items()}
+            for number, entry in packed["state"].items()
+        }
+        for ranks in self._sharing.parties(self.param_groups):
+            entries = completed(entries, ranks)
+        return {**packed, "state": entries}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume from a state dict, to the bit; half-precision parameters keep float32 state."""

@@ -82,6 +82,17 @@ class Plan:
                 entries[param].update(self.averages.entry(i))
         return entries
 
+    def elsewhere(self) -> dict[Tensor, set[str]]:
+        """Keys of the state of blocks that other processes own."""
+        found: dict[Tensor, set[str]] = {}
+        for batch in self.batches:
+            own = {(row.param, row.number) for row in batch.rows}
+            for row in batch.shared.rows if batch.shared is not None else ():
+                if (row.param, row.number) not in own:
+                    keys = found.setdefault(row.param, set())
+                    keys |= {f"{key}.{row.number}" for key in batch.stored()}
+        return found
+
 
 class Shown:
     """What stands in `optimizer.state`, to notice when somebody has put something else there."""

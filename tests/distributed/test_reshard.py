@@ -1,0 +1,194 @@
+"""Checkpoints of many processes: written by some ranks, taken up by others, to the same result."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_ownership import SHAPES, gradients, like, whole
+from torch import Tensor, nn
+
+import isokron
+from cases import CASES
+from processes import run
+
+NAMES = ("adamw", "shampoo-staggered", "soap-delayed", "soap-averaged", "katie", "skew-turns")
+CHOSEN = [case for case in CASES if case.name in NAMES]
+FIRST, SECOND = range(5), range(5, 9)
+
+
+class Model(nn.Module):
+    """Parameters of ugly shapes, whose gradients are given."""
+
+    def __init__(self, seed: int = 1) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        for name, shape in SHAPES.items():
+            start = torch.randn(shape, generator=generator, dtype=torch.float64)
+            self.register_parameter(name, nn.Parameter(start))
+
+
+def made(number: int, kind: str, seed: int = 1) -> tuple[Model, isokron.Preconditioned]:
+    model = Model(seed)
+    if kind == "sharded":
+        from torch.distributed.fsdp import fully_shard
+
+        model.scalar.data = model.scalar.data.view(1)  # FSDP2 has no scalars
+        fully_shard(model)
+    optimizer = CHOSEN[number].make(isokron.param_groups(model))
+    if kind == "whole":
+        optimizer.distribute()
+    return model, optimizer
+
+
+def trained(model: Model, optimizer: isokron.Preconditioned, steps: range) -> None:
+    for step in steps:
+        for param, grad in zip(model.parameters(), gradients(step), strict=True):
+            param.grad = None if grad is None else like(grad.view(param.shape), param)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def result(model: Model, optimizer: isokron.Preconditioned) -> list[Tensor]:
+    optimizer.eval()  # the average, where there is one
+    return [whole(param.detach()).clone() for param in model.parameters()]
+
+
+def save(folder: Path, kind: str) -> None:
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    for number in range(len(CHOSEN)):
+        model, optimizer = made(number, kind)
+        trained(model, optimizer, FIRST)
+        weights, state = get_state_dict(model, optimizer)
+        dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder / str(number))
+
+
+def resume(folder: Path, kind: str) -> list[list[Tensor]]:
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    found = []
+    for number in range(len(CHOSEN)):
+        model, optimizer = made(number, kind, seed=2)
+        weights, state = get_state_dict(model, optimizer)
+        loaded = {"model": weights, "optimizer": state}
+        dcp.load(loaded, checkpoint_id=folder / str(number))
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=loaded["model"],
+            optim_state_dict=loaded["optimizer"],
+        )
+        trained(model, optimizer, SECOND)
+        found.append(result(model, optimizer))
+    return found
+
+
+def uninterrupted() -> list[list[Tensor]]:
+    found = []
+    for number in range(len(CHOSEN)):
+        model, optimizer = made(number, "alone")
+        trained(model, optimizer, FIRST)
+        trained(model, optimizer, SECOND)
+        found.append(result(model, optimizer))
+    return found
+
+
+def compare(found: list[list[Tensor]], wanted: list[list[Tensor]]) -> None:
+    for case, many, one in zip(CHOSEN, found, wanted, strict=True):
+        for name, a, b in zip(SHAPES, many, one, strict=True):
+            torch.testing.assert_close(
+                a.view(b.shape), b, rtol=1e-8, atol=1e-8, msg=f"{case.name}: {name}"
+            )
+
+
+@pytest.mark.parametrize("kind", ["whole", "sharded"])
+def test_saved_by_two_ranks_it_goes_on_with_one_and_with_four(kind: str, tmp_path: Path) -> None:
+    run(2, save, tmp_path / "saved", kind, folder=tmp_path)
+    wanted = uninterrupted()
+    for ranks in (1, 4):
+        for found in run(ranks, resume, tmp_path / "saved", kind, folder=tmp_path):
+            compare(found, wanted)
+
+
+def test_shards_go_on_as_whole_parameters(tmp_path: Path) -> None:
+    """Of a model without scalars, whatever the number of ranks."""
+    run(3, save, tmp_path / "saved", "whole", folder=tmp_path)
+    (found,) = run(1, resume, tmp_path / "saved", "alone", folder=tmp_path)
+    compare(found, uninterrupted())
+
+
+def full(folder: Path, kind: str) -> list[bool]:
+    """What full_state_dict gives is what one process has, and can be saved; a part cannot."""
+    same = []
+    for number in range(len(CHOSEN)):
+        model, optimizer = made(number, kind)
+        trained(model, optimizer, FIRST)
+        state = optimizer.full_state_dict()
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        buffer.seek(0)
+        loaded = torch.load(buffer, weights_only=True)
+        _, alone = made(number, "alone")
+        shapes = [tuple(p.shape) for p in model.parameters()]
+        alone.param_groups[0]["params"][:0] = []
+        again, other = made(number, kind, seed=2)
+        again.load_state_dict(model.state_dict())
+        other.load_state_dict(loaded)
+        trained(model, optimizer, SECOND)
+        trained(again, other, SECOND)
+        same.append(
+            len(shapes) == len(SHAPES)
+            and all(
+                torch.equal(a, b)
+                for a, b in zip(result(model, optimizer), result(again, other), strict=True)
+            )
+        )
+        if optimizer.state_dict()["state"] and CHOSEN[number].name != "adamw":
+            with pytest.raises(TypeError, match="holds one rank's part"):
+                torch.save({"optimizer": optimizer.state_dict()}, buffer)
+    return same
+
+
+@pytest.mark.parametrize("kind", ["whole", "sharded"])
+def test_the_full_state_loads_anywhere_and_a_part_refuses_to_be_saved(
+    kind: str, tmp_path: Path
+) -> None:
+    for same in run(2, full, tmp_path, kind, folder=tmp_path):
+        assert all(same)
+
+
+def foreign(folder: Path) -> list[str]:
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import (
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    texts = []
+    model, optimizer = made(NAMES.index("adamw"), "whole")
+    other = isokron.Shampoo(isokron.param_groups(model))
+    other.distribute()
+    state: dict[str, Any] = {"optimizer": get_optimizer_state_dict(model, other)}
+    try:
+        dcp.load(state, checkpoint_id=folder / "0")
+    except dcp.CheckpointException as error:
+        texts.append(str(error))
+    trained(model, optimizer, FIRST)
+    plain = get_optimizer_state_dict(model, optimizer)
+    try:
+        set_optimizer_state_dict(model, other, plain)
+    except Exception as error:
+        texts.append(str(error))
+    return texts
+
+
+def test_a_foreign_checkpoint_is_refused_by_its_first_key(tmp_path: Path) -> None:
+    run(2, save, tmp_path / "saved", "whole", folder=tmp_path)
+    for texts in run(2, foreign, tmp_path / "saved", folder=tmp_path):
+        assert len(texts) == 2
+        assert "Missing key in checkpoint state_dict: optimizer.state." in texts[0]
+        assert "Shampoo: state of parameter" in texts[1]
