@@ -23,10 +23,8 @@ from isokron.distributed import (
 )
 from isokron.optim import checkpoint
 from isokron.optim.blocks import Batch, Block, Row, cut_blocks, is_matrix
-from isokron.optim.cadence import unready
 from isokron.optim.checks import check_gradients
 from isokron.optim.clipping import Layer
-from isokron.optim.grafting import graft, graft_direction
 from isokron.optim.groups import (
     check_group,
     check_method,
@@ -36,13 +34,11 @@ from isokron.optim.groups import (
     note_peak_,
     param_name,
 )
-from isokron.optim.moments import filtered_, first_moment_
 from isokron.optim.plan import Plan, Shown, build_plan
 from isokron.optim.refreshing import Refresher, wait
 from isokron.optim.settings import SHARED
-from isokron.optim.shared import lengths_of_layers
-from isokron.optim.spectral import spectral_direction
-from isokron.optim.writing import Copies, Update, graft_by_parameter_, unowned, write_back
+from isokron.optim.stepping import step_blocks
+from isokron.optim.writing import Update
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +75,8 @@ class Preconditioned(torch.optim.Optimizer):
         self._plans: list[Plan] = []
         self._shown: Shown | None = None
         self._sharing = Sharing()
-        self._lengths: dict[Layer, Tensor] = {}  # of gradients of layers that are here in part
-        self._refresher = Refresher()
+        self.lengths: dict[Layer, Tensor] = {}  # of gradients of layers that are here in part
+        self.refresher = Refresher()
         self.skipped_steps = 0
         super().__init__(params, {**SHARED, "lr": lr, **settings})
 
@@ -145,12 +141,16 @@ class Preconditioned(torch.optim.Optimizer):
     def check(self, group: Mapping[str, Any]) -> None:
         """Raise a ValueError for settings of the method's own that cannot be right."""
 
+    def refreshes(self) -> bool:
+        """Whether there is anything to refresh."""
+        return type(self).refresh is not Preconditioned.refresh
+
     # The contract of torch.optim, and what else users call.
 
     @property
     def failed_refreshes(self) -> int:
         """How many refreshes have failed and left their blocks the operators they had."""
-        return self._refresher.failed
+        return self.refresher.failed
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group at any time; the batches of the others stay as they are."""
@@ -201,7 +201,7 @@ class Preconditioned(torch.optim.Optimizer):
         for group, plan in zip(self.param_groups, self._current_plans(), strict=True):
             note_peak_(group)
             before = plan.averages.before() if plan.averages else []
-            self._step_blocks(plan, group)
+            step_blocks(self, plan, group)
             parted = [fused.step_(group, seen.get(fused)) for fused in plan.fused]
             if plan.averages:
                 plan.averages.after_(before, group)
@@ -307,7 +307,7 @@ class Preconditioned(torch.optim.Optimizer):
                 "torch.distributed.checkpoint"
             )
         self._join()
-        counts = {"skipped_steps": self.skipped_steps, "_failed": self._refresher.failed}
+        counts = {"skipped_steps": self.skipped_steps, "_failed": self.refresher.failed}
         return {**super().__getstate__(), **counts}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -317,7 +317,7 @@ class Preconditioned(torch.optim.Optimizer):
         self.defaults.pop("differentiable", None)  # torch adds it; no group here has a use for it
         self._plans, self._shown = [], None
         if failed is not None:  # a copy; a loaded state leaves the counts as they are
-            self._refresher, self._sharing = Refresher(failed), Sharing()
+            self.refresher, self._sharing = Refresher(failed), Sharing()
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
@@ -325,7 +325,7 @@ class Preconditioned(torch.optim.Optimizer):
         if self.state:
             self._current_plans(loading)
 
-    # One step, piece by piece.
+    # Plans of the parameters, and the state they show.
 
     def _current_plans(self, loading: bool = False) -> list[Plan]:
         """One plan a group, made anew where the group, its settings or its state were changed."""
@@ -374,7 +374,7 @@ class Preconditioned(torch.optim.Optimizer):
     def _full_state(self, batch: Batch, group: Mapping[str, Any]) -> dict[str, Tensor]:
         state = {}
         spectral = group["route"] == "spectral"
-        if self._beta(group) > 0 and (spectral or not self.keeps_moment or group["graft"]):
+        if self.beta(group) > 0 and (spectral or not self.keeps_moment or group["graft"]):
             state["momentum"] = batch.zeros()
         if self.heavy_ball and group["momentum"] > 0:
             state["velocity"] = batch.zeros()
@@ -388,93 +388,6 @@ class Preconditioned(torch.optim.Optimizer):
             return "parameter"
         return "part" if self.settles else "block"
 
-    def _beta(self, group: Mapping[str, Any]) -> float:
+    def beta(self, group: Mapping[str, Any]) -> float:
         """The first moment's rate."""
         return group["betas"][0] if self.heavy_ball else group["momentum"]
-
-    def _step_blocks(self, plan: Plan, group: Mapping[str, Any]) -> None:
-        copies: Copies = {}
-        shared = [batch.shared for batch in plan.batches if batch.shared is not None]
-        for batch in shared:
-            batch.call_(bool(group["weight_decay"]) and group["decay"] == "l2")
-        self._lengths = lengths_of_layers(shared) if group.get("normalize") else {}
-        found = (self._update(batch, group) for batch in plan.batches)
-        updates = (update for update in found if update is not None)
-        waiting: list[Update] = []  # what is travelling does so while the next is found
-        for update in self._settled(updates, plan, group):
-            update.finish_(group)
-            waiting.append(update)
-            if update.coming is None or len(waiting) > 1:
-                waiting.pop(0).write_(group, copies)
-        for update in waiting:
-            update.write_(group, copies)
-        write_back(copies)
-
-    def _settled(
-        self, updates: Iterable[Update], plan: Plan, group: Mapping[str, Any]
-    ) -> Iterable[Update]:
-        """Updates one by one, or all at once where they depend on each other."""
-        by_parameter = group["graft"] and group["graft_by"] == "parameter"
-        if not by_parameter and (group["graft"] or not self.settles):
-            return updates
-        held = list(updates)
-        own = [update for update in held if update.rows]
-        if own and by_parameter:
-            graft_by_parameter_(own, plan.params)
-        elif own:
-            self.settle_(own, group)
-        return held
-
-    def _update(self, batch: Batch, group: Mapping[str, Any]) -> Update | None:
-        """Observe, refresh what is due, and find the update. [B, ...]"""
-        present = batch.present()
-        if not present:
-            return unowned(batch)
-        at = None if len(present) == len(batch.rows) else torch.tensor(present)
-        state = batch.select(at)
-        batch.step[slice(None) if at is None else at] += 1
-        step = batch.step if at is None else batch.step[at]
-        wide = torch.promote_types(batch.dtype, torch.float32)
-        state["step"] = step.to(batch.device, wide).view(-1, *[1] * len(batch.shape))
-
-        rows = [batch.rows[i] for i in present]
-        grad = batch.gradients(rows)
-        grad = self.scaled_gradient(grad, rows, group)
-        if group["maximize"]:
-            grad = -grad
-        if group["weight_decay"] and group["decay"] == "l2":
-            grad = grad.add(batch.weights(rows), alpha=group["weight_decay"])
-        if group["route"] == "spectral":
-            moment = self._moment(grad, state, group)
-            direction = spectral_direction(moment)
-        else:
-            self.observe(grad, state, group)
-            moment = self._moment(grad, state, group)
-            if type(self).refresh is not Preconditioned.refresh:
-                self._refresher.run(self, batch, present, state, group)
-            direction = self.direction(grad if self.keeps_moment else moment, state, group)
-        simple = alone = None
-        if group["graft"]:
-            simple = graft_direction(grad, moment, state, group)
-            if group["graft_by"] == "block":
-                direction = graft(direction, simple)
-            if group["route"] != "spectral":
-                # until its first refresh the method knows nothing: the grafted one steps alone
-                turns = [(int(batch.step[row]), batch.phase[row]) for row in present]
-                early = [unready(*turn, group) for turn in turns]
-                if any(early):
-                    alone = torch.tensor(early)
-                    where = alone.to(grad.device).view_as(state["step"])
-                    direction = torch.where(where, simple, direction)
-        return Update(batch, at, rows, state, direction, simple, alone)
-
-    def _moment(self, grad: Tensor, state: dict[str, Tensor], group: Mapping[str, Any]) -> Tensor:
-        """The first moment as the method or the grafted one wants it; `grad` where none is kept."""
-        if "momentum" not in state:
-            return grad
-        beta, beta3 = self._beta(group), group["beta3"]
-        if self.heavy_ball and beta3 is not None:
-            return filtered_(state["momentum"], grad, beta, beta3, state["step"])
-        counted = state["step"] if self.debias or group["graft"] else None
-        ahead = group["nesterov"] and not self.heavy_ball
-        return first_moment_(state["momentum"], grad, beta, ahead, counted)

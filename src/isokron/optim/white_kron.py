@@ -175,7 +175,7 @@ class WhiteKron(Preconditioned):
     ) -> Tensor:
         if not group["normalize"] or group["route"] == "spectral":
             return grad
-        lengths = layer_norms(rows, self._lengths) + 1e-6
+        lengths = layer_norms(rows, self.lengths) + 1e-6
         return grad / lengths.to(grad).view(-1, *[1] * (grad.ndim - 1))
 
     def init_state(self, batch: Batch, group: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -1,0 +1,113 @@
+"""One step of blocks: observe, refresh what is due, find the directions, write them."""
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from isokron.optim.blocks import Batch
+from isokron.optim.cadence import unready
+from isokron.optim.grafting import graft, graft_direction
+from isokron.optim.moments import filtered_, first_moment_
+from isokron.optim.plan import Plan
+from isokron.optim.shared import lengths_of_layers
+from isokron.optim.spectral import spectral_direction
+from isokron.optim.writing import Copies, Update, graft_by_parameter_, unowned, write_back
+
+if TYPE_CHECKING:
+    from isokron.optim.engine import Preconditioned
+
+
+def step_blocks(method: "Preconditioned", plan: Plan, group: Mapping[str, Any]) -> None:
+    """One step of all that the method takes, whoever owns it."""
+    copies: Copies = {}
+    shared = [batch.shared for batch in plan.batches if batch.shared is not None]
+    for batch in shared:
+        batch.call_(bool(group["weight_decay"]) and group["decay"] == "l2")
+    method.lengths = lengths_of_layers(shared) if group.get("normalize") else {}
+    found = (_update(method, batch, group) for batch in plan.batches)
+    updates = (update for update in found if update is not None)
+    waiting: list[Update] = []  # what is travelling does so while the next is found
+    for update in _settled(method, updates, plan, group):
+        update.finish_(group)
+        waiting.append(update)
+        if update.coming is None or len(waiting) > 1:
+            waiting.pop(0).write_(group, copies)
+    for update in waiting:
+        update.write_(group, copies)
+    write_back(copies)
+
+
+def _settled(
+    method: "Preconditioned", updates: Iterable[Update], plan: Plan, group: Mapping[str, Any]
+) -> Iterable[Update]:
+    """Updates one by one, or all at once where they depend on each other."""
+    by_parameter = group["graft"] and group["graft_by"] == "parameter"
+    if not by_parameter and (group["graft"] or not method.settles):
+        return updates
+    held = list(updates)
+    own = [update for update in held if update.rows]
+    if own and by_parameter:
+        graft_by_parameter_(own, plan.params)
+    elif own:
+        method.settle_(own, group)
+    return held
+
+
+def _update(method: "Preconditioned", batch: Batch, group: Mapping[str, Any]) -> Update | None:
+    """Observe, refresh what is due, and find the update. [B, ...]"""
+    present = batch.present()
+    if not present:
+        return unowned(batch)
+    at = None if len(present) == len(batch.rows) else torch.tensor(present)
+    state = batch.select(at)
+    batch.step[slice(None) if at is None else at] += 1
+    step = batch.step if at is None else batch.step[at]
+    wide = torch.promote_types(batch.dtype, torch.float32)
+    state["step"] = step.to(batch.device, wide).view(-1, *[1] * len(batch.shape))
+
+    rows = [batch.rows[i] for i in present]
+    grad = batch.gradients(rows)
+    grad = method.scaled_gradient(grad, rows, group)
+    if group["maximize"]:
+        grad = -grad
+    if group["weight_decay"] and group["decay"] == "l2":
+        grad = grad.add(batch.weights(rows), alpha=group["weight_decay"])
+    if group["route"] == "spectral":
+        moment = _moment(method, grad, state, group)
+        direction = spectral_direction(moment)
+    else:
+        method.observe(grad, state, group)
+        moment = _moment(method, grad, state, group)
+        if method.refreshes():
+            method.refresher.run(method, batch, present, state, group)
+        direction = method.direction(grad if method.keeps_moment else moment, state, group)
+    simple = alone = None
+    if group["graft"]:
+        simple = graft_direction(grad, moment, state, group)
+        if group["graft_by"] == "block":
+            direction = graft(direction, simple)
+        if group["route"] != "spectral":
+            # until its first refresh the method knows nothing: the grafted one steps alone
+            turns = [(int(batch.step[row]), batch.phase[row]) for row in present]
+            early = [unready(*turn, group) for turn in turns]
+            if any(early):
+                alone = torch.tensor(early)
+                where = alone.to(grad.device).view_as(state["step"])
+                direction = torch.where(where, simple, direction)
+    return Update(batch, at, rows, state, direction, simple, alone)
+
+
+def _moment(
+    method: "Preconditioned", grad: Tensor, state: dict[str, Tensor], group: Mapping[str, Any]
+) -> Tensor:
+    """The first moment as the method or the grafted one wants it; `grad` where none is kept."""
+    if "momentum" not in state:
+        return grad
+    beta, beta3 = method.beta(group), group["beta3"]
+    if method.heavy_ball and beta3 is not None:
+        return filtered_(state["momentum"], grad, beta, beta3, state["step"])
+    counted = state["step"] if method.debias or group["graft"] else None
+    ahead = group["nesterov"] and not method.heavy_ball
+    return first_moment_(state["momentum"], grad, beta, ahead, counted)

@@ -1,0 +1,256 @@
+"""Ordinary training under DDP and FSDP2, and what happens when ranks differ or die."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+import isokron
+from cases import CASES
+from processes import outcomes, run
+
+NAMES = ("adamw", "muon", "shampoo", "soap", "katie", "quad", "skew")
+CHOSEN = [case for case in CASES if case.name in NAMES]
+EXAMPLES, STEPS = 12, 6
+
+
+class Attention(nn.Module):
+    """A block of a language model, with fused projections, norms and tied ends."""
+
+    def __init__(self, width: int = 12, inner: int = 29, vocabulary: int = 19) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.up = nn.Linear(width, inner)  # which no number of ranks divides
+        self.down = nn.Linear(inner, width, bias=False)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        query, key, value = self.qkv(self.norm(x)).chunk(3, -1)
+        x = x + self.out(nn.functional.scaled_dot_product_attention(query, key, value))
+        x = x + self.down(torch.tanh(self.up(x)))
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def model(inner: int = 29) -> Attention:
+    torch.manual_seed(3)
+    return Attention(inner=inner).double()
+
+
+def batch(step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(19, (EXAMPLES, 7), generator=generator)
+
+
+def train(net: nn.Module, optimizer: Any, rank: int, ranks: int) -> None:
+    for step in range(STEPS):
+        own = batch(step).chunk(ranks)[rank]
+        logits = net(own[:, :-1])
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), own[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def settings(number: int) -> dict[str, Any]:
+    """Few directions have been seen at first: a refresh would turn rounding into directions."""
+    name = CHOSEN[number].name
+    return {"every": 3, "start": 3} if name in ("shampoo", "soap", "katie") else {}
+
+
+def wrapped(kind: str) -> list[list[Tensor]]:
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+    from torch.nn.parallel import DistributedDataParallel
+
+    found = []
+    for number, case in enumerate(CHOSEN):
+        net = model()
+        outer: nn.Module = net
+        if kind == "fsdp":
+            for part in (net.qkv, net.up, net):
+                fully_shard(part)
+        else:
+            outer = DistributedDataParallel(net)
+        optimizer = case.make(isokron.param_groups(net), **settings(number))
+        if kind == "ddp":
+            optimizer.distribute()
+        train(outer, optimizer, dist.get_rank(), dist.get_world_size())
+        params = [p.detach() for p in net.parameters()]
+        found.append([p.full_tensor() if isinstance(p, DTensor) else p for p in params])
+    return found
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_with_their_own_data_train_as_one_process_with_all(
+    kind: str, ranks: int, tmp_path: Path
+) -> None:
+    everyone = run(ranks, wrapped, kind, folder=tmp_path)
+    for number, case in enumerate(CHOSEN):
+        net = model()
+        train(net, case.make(isokron.param_groups(net), **settings(number)), 0, 1)
+        for found in everyone:
+            for (name, one), many in zip(net.named_parameters(), found[number], strict=True):
+                torch.testing.assert_close(
+                    many, one.detach(), rtol=1e-6, atol=1e-7, msg=f"{case.name}: {name}"
+                )
+
+
+def differing(what: str) -> str:
+    rank = dist.get_rank()
+    params = [nn.Parameter(torch.ones(4, 5)), nn.Parameter(torch.ones(5, 4))]
+    if what == "order" and rank:
+        params.reverse()
+    optimizer = isokron.Shampoo(params, lr=1e-3 if rank and what == "settings" else 1e-2)
+    optimizer.distribute(timeout=20)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    if what == "gradients" and rank:
+        params[1].grad = None
+    if what == "infinite" and rank:
+        params[0].grad = torch.full_like(params[0], torch.inf)
+    with pytest.raises((RuntimeError, FloatingPointError)) as caught:
+        optimizer.step()
+    assert all(bool((param == 1).all()) for param in params)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("order", "parameters of group 0 must be the same on all 3 ranks"),
+        ("settings", "settings of group 0 must be the same on all 3 ranks"),
+        ("gradients", "parameters of group 0 that have gradients must be the same"),
+        ("infinite", "non-finite gradient of parameter number 0 of shape (4, 5)"),
+    ],
+)
+def test_ranks_that_differ_all_raise_before_anything_changes(
+    what: str, words: str, tmp_path: Path
+) -> None:
+    for text in run(3, differing, what, folder=tmp_path):
+        assert words in text
+
+
+def skipping() -> tuple[int, float]:
+    params = [nn.Parameter(torch.ones(4, 5))]
+    optimizer = isokron.Shampoo(params, nonfinite="skip")
+    optimizer.distribute()
+    params[0].grad = torch.full_like(params[0], torch.nan if dist.get_rank() else 1.0)
+    optimizer.step()
+    return optimizer.skipped_steps, float(params[0].sum())
+
+
+def test_what_one_rank_skips_all_skip(tmp_path: Path) -> None:
+    assert run(2, skipping, folder=tmp_path) == [(1, 20.0)] * 2
+
+
+def dying(folder: Path) -> None:
+    """Rank 1 is killed in its fifth step, after a checkpoint of the fourth."""
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    net = model()
+    fully_shard(net)
+    optimizer = isokron.SOAP(isokron.param_groups(net), every=2)
+    optimizer._sharing.timeout = 20.0
+    for step in range(6):
+        own = batch(step).chunk(2)[dist.get_rank()]
+        net(own).square().mean().backward()
+        if step == 4:
+            weights, state = get_state_dict(net, optimizer)
+            dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+            if dist.get_rank() == 1:
+                optimizer.direction = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def loading(folder: Path) -> float:
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    net = model()
+    optimizer = isokron.SOAP(isokron.param_groups(net), every=2)
+    weights, state = get_state_dict(net, optimizer)
+    loaded = {"model": weights, "optimizer": state}
+    dcp.load(loaded, checkpoint_id=folder)
+    set_state_dict(
+        net, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"]
+    )
+    steps = {float(entry["step"]) for entry in optimizer.state_dict()["state"].values()}
+    assert steps == {4.0}
+    return float(next(iter(steps)))
+
+
+def test_a_killed_rank_ends_the_others_and_the_last_checkpoint_loads(tmp_path: Path) -> None:
+    begun = time.monotonic()
+    first, second = outcomes(2, dying, tmp_path / "saved", folder=tmp_path)
+    assert second == -signal.SIGKILL
+    assert "waited in all_to_all for ranks that did not come" in str(first)
+    assert time.monotonic() - begun < 60  # the timeout is 20 s; loading and saving take the rest
+    assert run(1, loading, tmp_path / "saved", folder=tmp_path) == [4.0]
+
+
+def placed() -> list[str]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2, 2))
+    weight = torch.ones(8, 6)
+    both = nn.Parameter(distribute_tensor(weight, mesh, [Shard(0), Shard(1)]))
+    texts = []
+    both.grad = distribute_tensor(weight, mesh, [Shard(0), Shard(1)])
+    with pytest.raises(ValueError, match="sharded") as caught:
+        isokron.Muon([both]).step()
+    texts.append(str(caught.value))
+    columns = nn.Parameter(distribute_tensor(weight, mesh, [Replicate(), Shard(1)]))
+    columns.grad = DTensor.from_local(weight, mesh, [Replicate(), Replicate()])
+    with pytest.raises(ValueError, match="placed") as caught:
+        isokron.Muon([columns]).step()
+    texts.append(str(caught.value))
+    return texts
+
+
+def test_placements_that_are_not_supported_are_refused(tmp_path: Path) -> None:
+    for texts in run(4, placed, folder=tmp_path):
+        assert "may be sharded along one dimension of a mesh" in texts[0]
+        assert "redistribute the gradient" in texts[1]
+
+
+def tensor_parallel() -> list[Tensor]:
+    """Columns of one matrix and rows of another are on different ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    mesh = init_device_mesh("cpu", (2,))
+    net = model(28)
+    parallelize_module(net, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    optimizer = isokron.Shampoo(isokron.param_groups(net), every=3, start=3)
+    train(net, optimizer, 0, 1)
+    params = [p.detach() for p in net.parameters()]
+    return [p.full_tensor() if isinstance(p, DTensor) else p for p in params]
+
+
+def test_tensor_parallel_layers_train_as_one_process(tmp_path: Path) -> None:
+    net = model(28)
+    train(net, isokron.Shampoo(isokron.param_groups(net), every=3, start=3), 0, 1)
+    for found in run(2, tensor_parallel, folder=tmp_path):
+        for (name, one), many in zip(net.named_parameters(), found, strict=True):
+            torch.testing.assert_close(many, one.detach(), rtol=1e-6, atol=1e-7, msg=name)
