@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 
 import isokron
 from cases import CASES, Case
@@ -131,3 +132,43 @@ def compare(numbers: list[int], found: list[list[Tensor]]) -> None:
             torch.testing.assert_close(
                 many, one, rtol=1e-9, atol=1e-9, msg=f"{CASES[number].name}: {name}"
             )
+
+
+def in_pairs(number: int) -> tuple[list[Tensor], list[int]]:
+    """Four ranks, of which two and two share: each pair has all the state."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    params, optimizer = make(CASES[number])
+    optimizer.distribute(pairs[dist.get_rank() // 2])
+    stepped(params, optimizer, range(STEPS))
+    blocks = [key for entry in optimizer.state.values() for key in entry if key.count(".") > 1]
+    everyone: list[Any] = [None] * 4
+    dist.all_gather_object(everyone, len(blocks))
+    return [p.detach() for p in params], everyone
+
+
+def test_sub_groups_share_inside_and_have_all_the_state_each(tmp_path: Path) -> None:
+    number = next(i for i, case in enumerate(CASES) if case.name == "shampoo-eigen")
+    params, optimizer = make(CASES[number])
+    stepped(params, optimizer, range(STEPS))
+    keys = [key for entry in optimizer.state.values() for key in entry if key.count(".") > 1]
+    for found, counts in run(4, in_pairs, number, folder=tmp_path):
+        compare([number], [found])
+        assert counts[:2] == counts[2:]
+        assert sum(counts[:2]) == len(keys)
+        assert min(counts) > 0
+
+
+def rounded(dtype: torch.dtype) -> list[Tensor]:
+    params, optimizer = make(next(case for case in CASES if case.name == "muon"))
+    optimizer.distribute(communication_dtype=dtype)
+    stepped(params, optimizer, range(STEPS))
+    return [p.detach() for p in params]
+
+
+def test_what_travels_in_half_precision_is_the_same_on_all_ranks(tmp_path: Path) -> None:
+    number = next(i for i, case in enumerate(CASES) if case.name == "muon")
+    first, second = run(2, rounded, torch.bfloat16, folder=tmp_path)
+    assert all(map(torch.equal, first, second))
+    wanted = one_process(number)
+    largest = max(float((a - b).abs().max()) for a, b in zip(first, wanted, strict=True))
+    assert 1e-6 < largest < 1e-2

@@ -3,7 +3,12 @@
 from isokron.distributed.agreement import agreed_trouble
 from isokron.distributed.complete import completed, gathered
 from isokron.distributed.ownership import assign, block_cost
-from isokron.distributed.partial import PartialState, full_state_dict, partial_state
+from isokron.distributed.partial import (
+    PartialState,
+    full_is_asked_for,
+    full_state_dict,
+    partial_state,
+)
 from isokron.distributed.places import (
     Place,
     Sharing,
@@ -32,6 +37,7 @@ __all__ = [
     "block_of_shard",
     "completed",
     "fill_",
+    "full_is_asked_for",
     "full_state_dict",
     "gather_parts_",
     "gathered",

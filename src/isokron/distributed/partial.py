@@ -1,7 +1,11 @@
 """State of which a rank has a part: what collects all parts may read it, what forgets may not."""
 
+import sys
 from copy import deepcopy
+from functools import cache
 from typing import Any, NoReturn
+
+from torch.utils import _pytree as pytree
 
 
 class PartialState(dict[Any, Any]):
@@ -33,8 +37,20 @@ def partial_state(packed: dict[str, Any]) -> PartialState:
 
     Entries outlive the dict around them in torch.distributed.checkpoint's own state dicts.
     """
+    _let_trees_know()
     state = {key: PartialState(entry) for key, entry in packed["state"].items()}
     return PartialState({**packed, "state": state})
+
+
+@cache
+def _let_trees_know() -> None:
+    """Torch walks through dicts, and through subclasses of dict only where it was told how."""
+    pytree.register_pytree_node(
+        PartialState,
+        lambda state: (list(state.values()), list(state)),
+        lambda values, keys: PartialState(zip(keys or (), values, strict=True)),
+        serialized_type_name="isokron.distributed.PartialState",
+    )
 
 
 def full_state_dict(optimizer: Any) -> dict[str, Any]:
@@ -44,3 +60,19 @@ def full_state_dict(optimizer: Any) -> dict[str, Any]:
     """
     gather = getattr(optimizer, "full_state_dict", None)
     return gather() if gather is not None else optimizer.state_dict()
+
+
+def full_is_asked_for() -> bool:
+    """Whether torch.distributed.checkpoint.state_dict asks, and for all that any rank has.
+
+    With `full_state_dict=True` it puts shards of DTensors together and takes everything else from
+    one rank: what others own would be lost without a word. It has no way to say so to an optimizer,
+    so its frame is read.
+    """
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "_get_optim_state_dict":
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    ours = frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
+    return ours and bool(getattr(frame.f_locals.get("info"), "full_state_dict", False))

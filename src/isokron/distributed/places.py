@@ -3,11 +3,11 @@
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
 
 from isokron.distributed.agreement import agreed_trouble
 from isokron.distributed.ranks import TIMEOUT, Ranks
@@ -35,7 +35,7 @@ class Sharing:
     ranks: Ranks | None = None
     communication_dtype: torch.dtype | None = None
     timeout: float = TIMEOUT
-    groups: dict[dist.ProcessGroup, Ranks] = field(default_factory=dict)
+    groups: dict[Any, Ranks] = field(default_factory=dict)  # by process group
 
     def place(self, param: Tensor) -> Place | None:
         """Where it is shared; None for one that this process steps by itself."""
@@ -55,7 +55,7 @@ class Sharing:
         ranks = self._ranks(mesh.get_group(cut[0]))
         return Place(ranks, kind.dim, chunk_bounds(param.shape[kind.dim], ranks.size))
 
-    def _ranks(self, group: dist.ProcessGroup) -> Ranks:
+    def _ranks(self, group: Any) -> Ranks:
         return self.groups.setdefault(group, Ranks(group, self.timeout))
 
     def parties(self, groups: Sequence[Mapping[str, Any]]) -> list[Ranks]:
@@ -190,7 +190,6 @@ def rows_of(shape: Sequence[int], place: Place) -> tuple[int, tuple[int, ...]]:
 
 def whole_from(part: Tensor, like: Tensor, place: Place) -> Tensor:
     """The tensor, shaped as `like`, of which `part` is what `part_of` gives: a DTensor."""
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     if like.ndim == 0:
@@ -198,12 +197,19 @@ def whole_from(part: Tensor, like: Tensor, place: Place) -> Tensor:
     if is_sharded(like):
         mesh, placements = _mesh(like)
     else:
-        mesh = DeviceMesh.from_group(place.ranks.group, like.device.type)
+        mesh = _mesh_of(place.ranks.group, like.device.type)
         placements = (Shard(0) if place.ranks.size > 1 else Replicate(),)
     stride = torch.empty(like.shape, device="meta").stride()
     return DTensor.from_local(
         part, mesh, placements, run_check=False, shape=like.shape, stride=stride
     )
+
+
+@lru_cache(maxsize=16)
+def _mesh_of(group: Any, device_type: str) -> Any:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return DeviceMesh.from_group(group, device_type)
 
 
 def fill_(target: Tensor, source: Tensor) -> None:

@@ -28,7 +28,7 @@ class Ranks:
     `timeout`: seconds any of them waits for the others before it raises.
     """
 
-    group: dist.ProcessGroup
+    group: Any  # a torch.distributed.ProcessGroup
     timeout: float = TIMEOUT
     traffic: Traffic = field(default_factory=Traffic, compare=False)
 
@@ -48,8 +48,9 @@ class Ranks:
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
-    def all_reduce_(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
+    def all_reduce_(self, tensor: Tensor, op: Any = None) -> Tensor:
         """Everybody's sum (or what `op` says), in place."""
+        op = dist.ReduceOp.SUM if op is None else op
         self.traffic.sent += 2 * _bytes(tensor) * (self.size - 1) // self.size
         work = dist.all_reduce(tensor, op, group=self.group, async_op=True)
         Pending(work, "all_reduce", self).wait()
@@ -130,8 +131,7 @@ def ranks_of(group: Any = None, timeout: float = TIMEOUT) -> Ranks:
         )
     if not timeout > 0:
         raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
-    chosen: Any = dist.group.WORLD if group is None else group
-    return Ranks(chosen, timeout)
+    return Ranks(dist.group.WORLD if group is None else group, timeout)
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,29 @@ def shield(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict
             "isokron.param_groups and its overrides"
         )
     kept = [{k: v for k, v in group.items() if k != "params"} for group in mine]
-    merged = [{**old, **new} for old, new in zip(kept, saved, strict=True)]
+    merged = [
+        {**old, **{key: _meant(value) for key, value in new.items()}}
+        for old, new in zip(kept, saved, strict=True)
+    ]
     return {**state_dict, "state": hidden, "param_groups": merged}
+
+
+def spelt(state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The groups with dtypes by name: what gathers a full state dict in torch knows no dtypes."""
+    return [
+        {
+            key: str(value) if isinstance(value, torch.dtype) else value
+            for key, value in each.items()
+        }
+        for each in state_dict["param_groups"]
+    ]
+
+
+def _meant(value: Any) -> Any:
+    """Undo `spelt`."""
+    if isinstance(value, str) and value.startswith("torch."):
+        return getattr(torch, value.removeprefix("torch."))
+    return value
 
 
 def unshield(state: MutableMapping[Tensor, Any]) -> bool:

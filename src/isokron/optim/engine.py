@@ -17,6 +17,7 @@ from isokron.distributed import (
     TIMEOUT,
     Sharing,
     completed,
+    full_is_asked_for,
     gathered,
     partial_state,
     ranks_of,
@@ -268,15 +269,20 @@ class Preconditioned(torch.optim.Optimizer):
             index: {**entry, "step": torch.as_tensor(entry["step"]).clone()}
             for index, entry in packed["state"].items()
         }
-        divided = any(plan.elsewhere() for plan in self._plans)
-        return partial_state(packed) if divided else packed
+        if not any(plan.elsewhere() for plan in self._plans):
+            return packed
+        if full_is_asked_for():
+            return self._completed({**packed, "param_groups": checkpoint.spelt(packed)})
+        return partial_state(packed)
 
     def full_state_dict(self) -> dict[str, Any]:
         """The state of all blocks and of whole parameters, as one process would have it.
 
         Where work is divided, all ranks must call it, and all get the whole.
         """
-        packed = dict(self.state_dict())
+        return self._completed(self.state_dict())
+
+    def _completed(self, packed: Mapping[str, Any]) -> dict[str, Any]:
         entries = {
             number: {key: gathered(value) for key, value in entry.items()}
             for number, entry in packed["state"].items()

@@ -103,11 +103,12 @@ class Shared:
         return found
 
     def _collect(self, of: Callable[[Tensor], Tensor | None]) -> Arriving:
-        pieces, like = [], torch.empty(0)
+        pieces, like, own = [], torch.empty(0), set(self.travel.own)
         for i in self.at:
             spot, whole = self.here[i], of(self.rows[i].param)
             if whole is None:
                 raise AssertionError("a row without gradient takes part in a step")
             like = local(whole)
-            pieces.append(None if spot is None else spot.read(like))
+            asked = spot is not None and (self.travel.held is not None or i in own)
+            pieces.append(spot.read(like) if asked and spot is not None else None)
         return self.travel.collect(pieces, self.at, like.new_empty(0))
