@@ -35,7 +35,9 @@ class Rows(Sums):
 
     def kept(self, name: str) -> Tensor:
         """All vectors in one. [B, n, d]"""
-        return torch.cat(self.rows[name], 1)
+        if len(self.rows[name]) > 1:
+            self.rows[name] = [torch.cat(self.rows[name], 1)]
+        return self.rows[name][0]
 
     def sides(self) -> set[str]:
         """Names of all there is, summed or kept."""
