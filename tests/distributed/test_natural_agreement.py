@@ -115,7 +115,7 @@ def test_ranks_that_differ_are_told_how(what: str, message: str, tmp_path: Path)
 
 def spoiled(mode: str, where: str, reduce: str) -> tuple[str, int, bool]:
     """A rank's NaN, in its gradient or in what its layers see, is everybody's."""
-    model, optimizer = made(nonfinite=mode, reduce=reduce)
+    model, optimizer = made(nonfinite=mode, reduce=reduce, width=8)
     backward(model)
     optimizer.step()
     before, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())

@@ -48,6 +48,7 @@ class Layers:
         self.sharing = sharing
         self.params: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
         self.sites = choose_sites(model, patterns)
+        self.rows = {site.name: site.layout.shape[1] for site in self.sites}
         self.recorder = Recorder(self.sites)
         self.known: dict[str, State] = {site.name: {} for site in self.sites}
 
@@ -80,9 +81,9 @@ class Layers:
     def fold_(self, seen: Mapping[str, Mapping[str, Tensor]], beta: float) -> None:
         for name, means in seen.items():
             fold_(self.known[name], means, beta)
-        grams = self._grams([name for name in seen if thin.long(self.known[name])])
+        grams = self._grams([n for n in seen if thin.long(self.known[n], self.rows[n])])
         for name, pair in zip(grams, self._decomposed(list(grams.values())), strict=True):
-            thin.shorten_(self.known[name], *pair, name)
+            thin.shorten_(self.known[name], *pair, self.rows[name], name)
 
     def refresh_(self, due: bool, correct: bool) -> int:
         """New bases where they are due or there are none; how many could not be found."""
@@ -93,12 +94,11 @@ class Layers:
         ]
         matrices = {(n, side): side_ for n in names for side, side_ in sides(self.known[n]).items()}
         matrices |= {(name, "columns"): gram for name, gram in self._grams(names).items()}
-        rows = {site.name: site.layout.shape[1] for site in self.sites}
         made: dict[str, State] = {name: {} for name in names}
         found = self._decomposed(list(matrices.values()))
         for (name, side), (values, basis) in zip(matrices, found, strict=True):
             if side == "columns":
-                made[name] |= thin.basis_of(self.known[name], values, basis, rows[name])
+                made[name] |= thin.basis_of(self.known[name], values, basis, self.rows[name])
             else:
                 made[name] |= {f"values.{side}": values, f"basis.{side}": basis}
         failed = [name for name in names if not refresh_(self.known[name], made[name], correct)]

@@ -16,14 +16,15 @@ LARGE = 16384  # sides past which UUᵀ in float32 takes more than 1 GiB
 def mode_of(width: int, terms: int, reduce: str = "auto", gram: bool = True) -> str:
     """What `reduce` comes to for a side of d = `width` with T = `terms` on all ranks together.
 
-    auto: "gram" for d > 16384 and T < d, else "covariance" for T ≥ ¾d, else "gather". `gram`:
-    whether the side can be kept as vectors, which those of inputs and of EK-FAC can not.
+    auto: "gram" for d > 16384 and T < d, else "covariance" for T ≥ ¾d, else "gather". gram: for
+    T < d, else as auto. `gram`: whether the side can be kept as vectors, which those of inputs and
+    of EK-FAC can not.
     """
-    if reduce == "auto" or (reduce == "gram" and not gram):
-        if gram and width > LARGE and terms < width:
-            return "gram"
-        return "covariance" if terms >= RHO * width else "gather"
-    return reduce
+    if reduce in ("covariance", "gather"):
+        return reduce
+    if gram and terms < width and (reduce == "gram" or width > LARGE):
+        return "gram"
+    return "covariance" if terms >= RHO * width else "gather"
 
 
 def bytes_sent(mode: str, width: int, counts: Sequence[int], itemsize: int, rank: int = 0) -> int:

@@ -12,7 +12,7 @@ from isokron.distributed.parcels import Form, columns_to_rows, gather, sum_
 from isokron.distributed.ranks import fingerprint
 from isokron.distributed.shares import shares
 from isokron.linalg.halves import halved, unhalve_
-from isokron.optim.modes import LARGE, RHO, mode_of
+from isokron.optim.modes import mode_of
 from isokron.optim.rows import Keeps, Rows
 
 SIDES = ("output", "input")
@@ -37,12 +37,9 @@ class Sharing:
         """
 
         def keep(side: str, width: int, count: int) -> bool:
-            if self.reduce in ("covariance", "gather"):
-                return self.reduce == "gather"
-            if side == "output" and thin and (fixed or self.reduce == "gram"):
+            if side == "output" and thin and fixed:
                 return True
-            large = side == "output" and thin and width > LARGE and count < width
-            return large or count < RHO * width
+            return mode_of(width, count, self.reduce, thin and side == "output") != "covariance"
 
         return keep
 

@@ -42,15 +42,19 @@ def gram_of(state: dict[str, Tensor], ranks: Ranks) -> Tensor:
     return total
 
 
-def long(state: dict[str, Tensor]) -> bool:
-    return "columns" in state and state["columns"].size(2) > MOST
+def long(state: dict[str, Tensor], rows: int) -> bool:
+    """Whether there are more columns than are good: MOST, or twice as many as can be apart."""
+    return "columns" in state and state["columns"].size(2) > min(MOST, 2 * rows)
 
 
-def shorten_(state: dict[str, Tensor], squares: Tensor, basis: Tensor, layer: str) -> None:
-    """The best approximation of G by MOST/2 columns: its first eigenvectors by the roots of s."""
-    kept = MOST // 2
-    lost = float(squares[:, :-kept].sum() / squares.sum())
-    logger.warning("layer %r: %.2g of the trace of G is left out with its columns", layer, lost)
+def shorten_(
+    state: dict[str, Tensor], squares: Tensor, basis: Tensor, rows: int, layer: str
+) -> None:
+    """U ← U B of the largest s, the best approximation of G by so many columns; by o, G itself."""
+    kept = min(MOST // 2, rows)
+    if kept < rows:
+        lost = float(squares[:, :-kept].sum() / squares.sum())
+        logger.warning("layer %r: %.2g of the trace of G is left out with its columns", layer, lost)
     columns = state["columns"]
     state["columns"] = (columns.double() @ basis[:, :, -kept:]).to(columns.dtype)
 
