@@ -115,5 +115,8 @@ def _length(groups: Groups) -> float:
     grads = [p.grad for group in groups for p in group["params"] if p.grad is not None]
     if not grads:
         return 0.0
-    norms = [torch.linalg.vector_norm(g.detach(), dtype=torch.float64).cpu() for g in grads]
-    return float(torch.linalg.vector_norm(torch.stack(norms)))
+    wide = [torch.promote_types(grad.dtype, torch.float32) for grad in grads]
+    norms = [torch.linalg.vector_norm(g, dtype=d) for g, d in zip(grads, wide, strict=True)]
+    # squares of what is large overflow in float32; and one wait for a device, not one a gradient
+    together = torch.stack([norm.double().to(norms[0].device) for norm in norms])
+    return float(torch.linalg.vector_norm(together))
