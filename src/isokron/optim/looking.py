@@ -83,7 +83,10 @@ def _facts(
     layers: Layers, sharing: Sharing, groups: Groups, taken: Mapping[str, Rows]
 ) -> dict[str, Any]:
     """What ranks that step together have in common, told when they have not."""
-    own = [(site.name, site.layout.shape) for site in layers.sites]
+    own = [
+        (site.name, site.layout.shape, str(next(site.module.parameters()).dtype))
+        for site in layers.sites
+    ]
     settings = [
         {k: float(v) if isinstance(v, Tensor) else str(v) for k, v in group.items() if _plain(k)}
         for group in groups
