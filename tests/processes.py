@@ -14,8 +14,15 @@ import torch
 from torch import distributed as dist
 
 SECONDS = 120.0
-# forked from a server that has imported all this, a rank starts in a few milliseconds
-_PRELOADED = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "isokron.optim"]
+# forked from a server that has imported all this, a rank starts in a few milliseconds; torch's
+# optimizers import torch._dynamo in their first step, which takes each rank seconds
+_PRELOADED = [
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "isokron.optim",
+]
 
 
 def run(

@@ -19,9 +19,10 @@ from isokron.distributed.places import (
     part_of,
     whole_from,
 )
-from isokron.distributed.ranks import TIMEOUT, Ranks, ranks_of
+from isokron.distributed.ranks import TIMEOUT, Ranks
 from isokron.distributed.regions import block_of_shard, holders
 from isokron.distributed.travel import Arriving, Travel
+from isokron.distributed.world import process_count, ranks_of
 
 __all__ = [
     "TIMEOUT",
@@ -46,6 +47,7 @@ __all__ = [
     "local",
     "part_of",
     "partial_state",
+    "process_count",
     "ranks_of",
     "whole_from",
 ]

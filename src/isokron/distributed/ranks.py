@@ -122,18 +122,6 @@ class Ranks:
         return [bytes(part.tolist()).decode() for part in parts]
 
 
-def ranks_of(group: Any = None, timeout: float = TIMEOUT) -> Ranks:
-    """The processes of a process group, by default of all."""
-    if not (dist.is_available() and dist.is_initialized()):
-        raise RuntimeError(
-            "there is no process group; call torch.distributed.init_process_group, as scripts "
-            "started by torchrun do, before work is shared"
-        )
-    if not timeout > 0:
-        raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
-    return Ranks(dist.group.WORLD if group is None else group, timeout)
-
-
 @dataclass(frozen=True)
 class Pending:
     """A collective under way."""

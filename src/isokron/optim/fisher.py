@@ -1,7 +1,8 @@
 """A layer's running Fisher: means that carry their weight, eigenbases, and the damped inverse.
 
 The state of a layer is a dict of tensors: `input` A, `output` G, with the weights `places` and
-`terms` they carry; `basis.` and `values.` of both sides; `eigenvalues` Λ for EK-FAC and norms.
+`terms` they carry; `basis.` and `values.` of both sides; `eigenvalues` Λ for EK-FAC and norms. In
+place of G there may be `columns`, see isokron.optim.thin.
 Martens & Grosse 1503.05671, George et al. 1806.03884.
 """
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from isokron.linalg import eigh
 from isokron.operators import KronEigen
+from isokron.optim import thin
 
 State = dict[str, Tensor]
 SIDES = ("output", "input")
@@ -24,6 +26,9 @@ def fold_(state: State, seen: Mapping[str, Tensor], beta: float) -> None:
     for key, value in seen.items():
         if key in ("places", "terms"):
             continue
+        if key == "columns":
+            thin.fold_(state, value, float(seen["terms"] / state["terms"]))
+            continue
         count = "places" if key == "input" else "terms"
         if key in state:
             state[key].lerp_(value, float(seen[count] / state[count]))
@@ -31,22 +36,28 @@ def fold_(state: State, seen: Mapping[str, Tensor], beta: float) -> None:
             state[key] = value
 
 
-def refresh_(state: State, correct: bool) -> bool:
-    """New eigenbases of both sides; False, and everything as it was, if they could not be found.
+def sides(state: State) -> dict[str, Tensor]:
+    """The matrices whose eigenbases are asked for. Of G kept as `columns` there is none here."""
+    return {side: state[side] for side in SIDES if side in state and state[side].ndim == 3}
+
+
+def decomposed(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues of at least 0 and their vectors; NaN where they could not be found."""
+    values, basis = eigh(matrix)
+    return values.clamp_min(0), basis
+
+
+def refresh_(state: State, made: State, correct: bool) -> bool:
+    """Take new eigenbases; False, and everything as it was, if they could not be found.
 
     `correct`: Λ is carried over to the new basis as the diagonal of the operator it stands for,
     Λ ← (Q_G'ᵀQ_G)^{⊙2} Λ (Q_AᵀQ_A')^{⊙2}, which keeps its sum. The first Λ is d_G d_Aᵀ.
     """
-    made: State = {}
     for side in SIDES:
-        factor = state[side]
-        if factor.ndim == 2:  # the columns of an embedding, which are apart from each other
-            made[f"values.{side}"] = factor.clone()
-            continue
-        values, basis = eigh(factor)
-        if not bool((values.sum() + basis.sum()).isfinite()):
-            return False
-        made[f"values.{side}"], made[f"basis.{side}"] = values.clamp_min(0), basis
+        if f"values.{side}" not in made:  # the columns of an embedding are apart from each other
+            made[f"values.{side}"] = state[side].clone()
+    if not all(bool(value.sum().isfinite()) for value in made.values()):
+        return False
     if correct:
         made["eigenvalues"] = _carried(state, made) if "eigenvalues" in state else _product(made)
     state.update(made)
@@ -64,8 +75,13 @@ def direction(matrix: Tensor, state: State, damping: float) -> Tensor:
     return operator.unrotate(operator.rotate(matrix) / (values + damping))
 
 
-def shapes(state: State, size: tuple[int, int, int]) -> dict[str, tuple[int, ...]]:
-    """What shape every tensor of a layer's state must have, for a matrix [B, o, i]."""
+def shapes(
+    state: State, size: tuple[int, int, int], own: int | None = None
+) -> dict[str, tuple[int, ...]]:
+    """What shape every tensor of a layer's state must have, for a matrix [B, o, i].
+
+    `own`: how many rows of its columns are here.
+    """
     blocks, rows, columns = size
     sides = {"output": (blocks, rows), "input": (blocks, columns)}
     wanted: dict[str, tuple[int, ...]] = {"momentum": size, "eigenvalues": size}
@@ -74,6 +90,8 @@ def shapes(state: State, size: tuple[int, int, int]) -> dict[str, tuple[int, ...
         wanted[side] = (blocks, width, width) if dense else (blocks, width)
         wanted[f"basis.{side}"] = (blocks, width, width)
         wanted[f"values.{side}"] = (blocks, width)
+    if "columns" in state:
+        wanted |= thin.shapes(state, blocks, rows if own is None else own)
     return {key: wanted.get(key, ()) for key in state}
 
 

@@ -9,9 +9,20 @@ from torch import Tensor, nn
 
 from isokron.curvature.packing import pack, unpack
 from isokron.curvature.sites import Site
-from isokron.optim.fisher import State, direction, fold_, ready, refresh_, shapes
+from isokron.optim import thin
+from isokron.optim.fisher import (
+    State,
+    decomposed,
+    direction,
+    fold_,
+    ready,
+    refresh_,
+    shapes,
+    sides,
+)
 from isokron.optim.moments import first_moment_
 from isokron.optim.observing import Recorder, choose_sites
+from isokron.optim.pooling import Pooling
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +37,18 @@ class Move(NamedTuple):
 
 
 class Layers:
-    """All layers that are preconditioned. A layer's state is shown under its first parameter."""
+    """All layers that are preconditioned. A layer's state is shown under its first parameter.
 
-    def __init__(self, model: nn.Module, patterns: list[str] | None) -> None:
+    `pooling`: with the other ranks, or None.
+    """
+
+    def __init__(
+        self, model: nn.Module, patterns: list[str] | None, pooling: Pooling | None = None
+    ) -> None:
+        self.pooling = pooling
         self.params: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
         self.sites = choose_sites(model, patterns)
+        self.rows = {site.name: site.layout.shape[1] for site in self.sites}
         self.recorder = Recorder(self.sites)
         self.known: dict[str, State] = {site.name: {} for site in self.sites}
 
@@ -47,21 +65,58 @@ class Layers:
             for name, state in self.known.items()
             if correct and "basis.output" in state
         }
+        if self.pooling is not None:
+            keeps = self.pooling.keeps
+            self.recorder.keeps = {
+                site.name: keeps(*self.thin(site.name, correct)) for site in self.sites
+            }
         self.recorder.__enter__()
+
+    def thin(self, name: str, correct: bool) -> tuple[bool, bool]:
+        """Whether the output side is kept as columns or may be, and whether that is settled."""
+        state = self.known[name]
+        settled = "columns" in state or "output" in state
+        return ("columns" in state if settled else not correct), settled
 
     def fold_(self, seen: Mapping[str, Mapping[str, Tensor]], beta: float) -> None:
         for name, means in seen.items():
             fold_(self.known[name], means, beta)
+        grams = self._grams([n for n in seen if thin.long(self.known[n], self.rows[n])])
+        for name, pair in zip(grams, self._decomposed(list(grams.values())), strict=True):
+            thin.shorten_(self.known[name], *pair, self.rows[name], name)
 
     def refresh_(self, due: bool, correct: bool) -> int:
         """New bases where they are due or there are none; how many could not be found."""
-        failed = 0
-        for name, state in self.known.items():
-            wanted = "output" in state and (due or not ready(state))
-            if wanted and not refresh_(state, correct):
-                failed += 1
-                logger.warning("no eigenbasis of layer %r was found; it keeps what it has", name)
-        return failed
+        names = [
+            name
+            for name, state in self.known.items()
+            if ("output" in state or "columns" in state) and (due or not ready(state))
+        ]
+        matrices = {(n, side): side_ for n in names for side, side_ in sides(self.known[n]).items()}
+        matrices |= {(name, "columns"): gram for name, gram in self._grams(names).items()}
+        made: dict[str, State] = {name: {} for name in names}
+        found = self._decomposed(list(matrices.values()))
+        for (name, side), (values, basis) in zip(matrices, found, strict=True):
+            if side == "columns":
+                made[name] |= thin.basis_of(self.known[name], values, basis, self.rows[name])
+            else:
+                made[name] |= {f"values.{side}": values, f"basis.{side}": basis}
+        failed = [name for name in names if not refresh_(self.known[name], made[name], correct)]
+        for name in failed:
+            logger.warning("no eigenbasis of layer %r was found; it keeps what it has", name)
+        return len(failed)
+
+    def _decomposed(self, matrices: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        if self.pooling is None:
+            return [decomposed(matrix) for matrix in matrices]
+        return self.pooling.decompose(matrices, decomposed)
+
+    def _grams(self, names: list[str]) -> dict[str, Tensor]:
+        """UᵀU, where there are columns U."""
+        thin_ones = [name for name in names if "columns" in self.known[name]]
+        if self.pooling is None:
+            return {}
+        return {name: thin.gram_of(self.known[name], self.pooling.ranks) for name in thin_ones}
 
     def check_known(self, seen: Mapping[str, Any]) -> None:
         """Refuse, before anything changes, a gradient of a layer of which nothing is known."""
@@ -97,7 +152,11 @@ class Layers:
         if group["momentum"] > 0:
             mean = state.setdefault("momentum", torch.zeros_like(grad))
             moment = first_moment_(mean, grad, group["momentum"], False, state["step"])
-        return Move(site, grad, moment, direction(moment, state, group["damping"]))
+        if "columns" in state and self.pooling is not None:
+            found = thin.direction(moment, state, group["damping"], self.pooling.ranks)
+        else:
+            found = direction(moment, state, group["damping"])
+        return Move(site, grad, moment, found)
 
     def write_(self, move: Move, size: float, decay: float) -> None:
         """W ← (1 − decay)W − size·V, where there is a gradient."""
@@ -113,11 +172,16 @@ class Layers:
         first = next(iter(self.own(site).values()))
         return first, f"{site.name.rpartition('.')[2]}." if site.layout.rows else ""
 
-    def show(self, shown: MutableMapping[Tensor, Any]) -> None:
-        """Let this be the optimizer's state: flat keys and plain tensors."""
+    def show(self, shown: MutableMapping[Tensor, Any], whole: bool = False) -> None:
+        """Let this be the optimizer's state: flat keys and plain tensors.
+
+        `whole`: with the rows of all ranks, for which all ranks have to call.
+        """
         for site in self.sites:
             param, prefix = self._home(site)
             if state := self.known[site.name]:
+                if whole and self.pooling is not None and "columns" in state:
+                    state = thin.whole(state, site.layout.shape[1], self.pooling.ranks)
                 entry = {prefix + key: value for key, value in state.items()}
                 shown[param] = {**shown.get(param, {}), **entry}
 
@@ -130,7 +194,8 @@ class Layers:
                 for key, value in shown.get(param, {}).items()
                 if key.startswith(prefix)
             }
-            for key, shape in shapes(state, site.layout.shape).items():
+            own = self._own_rows_(site, state) if "columns" in state else None
+            for key, shape in shapes(state, site.layout.shape, own).items():
                 if tuple(state[key].shape) != shape:
                     raise ValueError(
                         f"NaturalGradient: {key!r} of layer {site.name!r} has shape "
@@ -139,3 +204,12 @@ class Layers:
                     )
                 state[key] = state[key].to(param.device if shape else "cpu")
             self.known[site.name] = state
+
+    def _own_rows_(self, site: Site, state: State) -> int:
+        """Leave only this rank's rows of columns; how many these are."""
+        if self.pooling is None:
+            raise ValueError(
+                f"NaturalGradient: layer {site.name!r} of the checkpoint is kept as columns, as "
+                'reduce="gram" has it; load it into an optimizer with ranks=ranks_of()'
+            )
+        return thin.own_(state, site.layout.shape[1], self.pooling.ranks)

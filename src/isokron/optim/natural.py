@@ -1,25 +1,25 @@
 """Natural gradient: steps along the inverse of a Kronecker-factored Fisher of every layer."""
 
 import logging
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
+from isokron.distributed import Ranks
 from isokron.optim import checkpoint
 from isokron.optim.adamw import AdamW
-from isokron.optim.checks import check_gradients
-from isokron.optim.groups import check_group, check_number, check_param, param_name
+from isokron.optim.groups import check_param, param_name
 from isokron.optim.layers import Layers
-from isokron.optim.observing import check_seen
+from isokron.optim.looking import look
+from isokron.optim.natural_settings import check_natural, check_ranks, check_whole, warn_of_ranks
+from isokron.optim.pooling import Pooling
 from isokron.optim.settings import SHARED
 
 logger = logging.getLogger(__name__)
 
-CHOICES = {"method": ("kfac", "ekfac"), "reduction": ("mean", "sum")}
 LEAST_DAMPING, MOST_DAMPING = 1e-10, 1e4  # between which it is adapted
 
 
@@ -28,11 +28,14 @@ class NaturalGradient(torch.optim.Optimizer):
 
     It takes the model, since A and G are made of what layers see in passes that are made anyway.
     `reduction`: whether the loss is the "mean" over the examples of all passes before a step, or
-    their "sum". `every`: steps between eigendecompositions, `statistics_every`: between looks at
-    layers, `factor_beta`: rate of the means, per look. `kl_clip` κ: ν = min(1, √(κ / lr²⟨V, M̂⟩)).
+    their "sum", or on ranks the "global_mean". `every`: steps between eigendecompositions,
+    `statistics_every`: between looks at layers, `factor_beta`: rate of the means, per look.
+    `kl_clip` κ: ν = min(1, √(κ / lr²⟨V, M̂⟩)).
     `method`: "ekfac" measures eigenvalues in the bases. `layers`: patterns of names; None is all
     linear layers, convolutions and attention. `adapt_damping`: by the closure's loss after a step.
-    `adamw_lr`, `betas`, `eps`: of AdamW, which has all other parameters. See docs/natural.md.
+    `adamw_lr`, `betas`, `eps`: of AdamW, which has all other parameters. `ranks`: those that share
+    what layers see, isokron.distributed.ranks_of(group), while gradients are averaged by DDP or by
+    you; `reduce`: how, see isokron.optim.modes. See docs/natural.md.
     """
 
     def __init__(
@@ -55,6 +58,8 @@ class NaturalGradient(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         nonfinite: str = "raise",
+        ranks: Ranks | None = None,
+        reduce: str = "auto",
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(
@@ -79,6 +84,8 @@ class NaturalGradient(torch.optim.Optimizer):
         }
         self.loss_scale = 1.0  # of a GradScaler: gradients of outputs are never unscaled by it
         self.skipped_steps = self.failed_refreshes = 0
+        check_ranks(ranks, reduce, method)
+        self.ranks, self.reduce = ranks, reduce
         several = [layers] if isinstance(layers, str) else layers
         self._patterns = None if several is None else list(several)
         self._attach(model)
@@ -88,16 +95,16 @@ class NaturalGradient(torch.optim.Optimizer):
         groups += [{"params": rest, "lr": adamw_lr}] if rest else []
         super().__init__(groups, {**SHARED, "lr": lr, **own})
         for group in self.param_groups:
-            _check(group)
+            check_natural(group)
             for i, param in enumerate(group["params"]):
                 check_param("NaturalGradient", param_name(group, i), param, group)
+                check_whole(param_name(group, i), param)
         self._bind()
-        if distributed.is_available() and distributed.is_initialized():
-            _warn_of_ranks(distributed.get_world_size())
 
     def _attach(self, model: nn.Module) -> None:
         """Find the layers; their hooks live as long as the optimizer does."""
-        self.model, self._layers = model, Layers(model, self._patterns)
+        pooling = None if self.ranks is None else Pooling(self.ranks, self.reduce)
+        self.model, self._layers = model, Layers(model, self._patterns, pooling)
         self._closing = weakref.finalize(self, self._layers.recorder.__exit__)
         self._closing.atexit = False
         self._expected: float | None = None
@@ -154,15 +161,11 @@ class NaturalGradient(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if all(param.grad is None for g in self.param_groups for param in g["params"]):
-            return loss
-        seen = self._layers.recorder.observations(group["reduction"], float(self.loss_scale))
-        unfit = check_gradients("NaturalGradient", self.param_groups, False) or check_seen(
-            seen, group["nonfinite"]
-        )
-        if unfit:
+        seen, unfit = look(self._layers, self.param_groups, float(self.loss_scale))
+        if unfit is not None:
             self.skipped_steps += 1
             logger.warning("skipped a step: %s", unfit)
+        if unfit is not None or seen is None:
             return loss
         if self._looks() or not self._closing.alive:  # else a layer that has thawed waits its turn
             self._layers.check_known(seen)
@@ -187,11 +190,15 @@ class NaturalGradient(torch.optim.Optimizer):
         """Levenberg–Marquardt: λ ← ωλ where the quadratic model has held, λ/ω where it has not.
 
         ρ = (after − before) / (½δᵀ(F+λI)δ + ∇ᵀδ), both losses of the batch of the last step;
-        ρ > ¾: ωλ, ρ < ¼: λ/ω. Steps of AdamW and weight decay are not in the model.
+        ρ > ¾: ωλ, ρ < ¼: λ/ω. Steps of AdamW and weight decay are not in the model. With ranks, all
+        call it, each with its own losses: it looks at their mean, or at the sum of sums.
         """
         if self._expected is None:
             raise RuntimeError("update_damping needs a step before it; call step() first")
         group, expected = self.param_groups[0], self._expected
+        if (pooling := self._layers.pooling) is not None:
+            parts = 1 if group["reduction"] == "sum" else pooling.ranks.size
+            before, after = (total / parts for total in pooling.total([before, after]))
         ratio = (after - before) / expected if expected < 0 else 0.5
         if not ratio >= 0.25:  # NaN too: the loss has left the numbers
             group["damping"] /= omega
@@ -213,17 +220,24 @@ class NaturalGradient(torch.optim.Optimizer):
             return
         lr = size = float(group["lr"])
         slope = _total([(move.direction, move.moment) for move in moves])
-        if group["kl_clip"] is not None and lr**2 * slope > group["kl_clip"]:
-            size = (group["kl_clip"] / slope) ** 0.5
         # ⟨V, (F + λI)V⟩ = ⟨V, M̂⟩: what the quadratic model says this step will change
         falls = _total([(move.direction, move.grad) for move in moves])
+        if self._layers.pooling is not None:  # on unlike machines they may differ by rounding
+            slope, falls = self._layers.pooling.same([slope, falls])
+        if group["kl_clip"] is not None and lr**2 * slope > group["kl_clip"]:
+            size = (group["kl_clip"] / slope) ** 0.5
         self._expected = size**2 / 2 * slope - size * falls
         for move in moves:
             self._layers.write_(move, size, lr * group["weight_decay"])
 
     def state_dict(self) -> dict[str, Any]:
-        """Flat keys and plain tensors; loads with weights_only=True. To be taken after a step."""
+        """Flat keys and plain tensors; loads with weights_only=True. To be taken after a step.
+
+        It is the same on all ranks and for any number of them. All call it where reduce="gram".
+        """
+        self._layers.show(self.state, whole=True)
         packed = super().state_dict()
+        self._layers.show(self.state)
         packed["state"] = {
             index: {key: v.clone() if key == "step" else v for key, v in entry.items()}
             for index, entry in packed["state"].items()
@@ -243,6 +257,7 @@ class NaturalGradient(torch.optim.Optimizer):
             handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
+        # not the ranks, which belong to this process
         own = ("model", "_patterns", "loss_scale", "skipped_steps", "failed_refreshes")
         return {**super().__getstate__(), **{key: getattr(self, key) for key in own}}
 
@@ -251,6 +266,8 @@ class NaturalGradient(torch.optim.Optimizer):
         super().__setstate__(state)
         self.defaults.pop("differentiable", None)  # torch adds it; no group here has a use for it
         if "model" in state:
+            self.ranks, self.reduce = None, "auto"
+            warn_of_ranks()
             self._attach(state["model"])
         checkpoint.unshield(self.state)
         self._layers.recorder.forget()
@@ -263,37 +280,3 @@ def _total(pairs: list[tuple[Tensor, Tensor]]) -> float:
     """Σ ⟨X, Y⟩, waiting once for a device."""
     products = [(x * y).sum().double() for x, y in pairs]
     return float(torch.stack([p.to(products[0].device) for p in products]).sum())
-
-
-def _warn_of_ranks(count: int) -> None:
-    if count > 1:
-        warnings.warn(
-            f"NaturalGradient: {count} ranks do not share what their layers see, so that equal "
-            "models drift apart; keep them together yourself, or train on one rank",
-            stacklevel=3,
-        )
-
-
-def _check(group: Mapping[str, Any]) -> None:
-    check_group("NaturalGradient", group)
-    check_number("NaturalGradient", "damping", group["damping"], "above 0")
-    if group["kl_clip"] is not None:
-        check_number("NaturalGradient", "kl_clip", group["kl_clip"], "above 0")
-    for name, choices in CHOICES.items():
-        if group[name] not in choices:
-            raise ValueError(
-                f"NaturalGradient: {name} must be one of {', '.join(map(repr, choices))}, got "
-                f"{name}={group[name]!r}"
-            )
-    every = group["statistics_every"]
-    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-        raise ValueError(
-            "NaturalGradient: statistics_every must be a whole number of at least 1, got "
-            f"statistics_every={every!r}"
-        )
-    beta = group["factor_beta"]
-    if not isinstance(beta, float | int) or not 0 <= beta <= 1:
-        raise ValueError(
-            "NaturalGradient: factor_beta must be at least 0 and at most 1, got "
-            f"factor_beta={beta!r}"
-        )

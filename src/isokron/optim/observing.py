@@ -18,6 +18,7 @@ from isokron.curvature.statistics import (
     joined,
     mirrored,
 )
+from isokron.optim.rows import Keeps, Rows
 
 Bases = tuple[Tensor | None, Tensor | None]
 
@@ -47,14 +48,16 @@ class Recorder(Watcher):
     """Sums over all that was seen since the last step: Σāāᵀ, Σĝĝᵀ and, in known bases, EK-FAC's Λ.
 
     ĝ are gradients as they come: what they are to be multiplied with is known when all passes of a
-    step are. `bases`: of layers whose Λ is asked for. The optimizer owns this and not the reverse,
-    so that its hooks go when it goes.
+    step are. `bases`: of layers whose Λ is asked for; `keeps`: which vectors of a layer stay what
+    they are and are not summed up. The optimizer owns this and not the reverse, so that its hooks
+    go when it goes.
     """
 
     def __init__(self, sites: list[Site]) -> None:
         super().__init__(sites, self._take)
         self.bases: dict[str, Bases] = {}
-        self.sums: dict[str, Sums] = {}
+        self.keeps: dict[str, Keeps] = {}
+        self.sums: dict[str, Rows] = {}
         self.terms: dict[str, int] = {}
         self.waiting: dict[str, list[tuple[int, Event]]] = {}  # with the backward pass they are of
 
@@ -80,28 +83,19 @@ class Recorder(Watcher):
         self.terms.clear()
         self.waiting.clear()
 
-    def observations(self, reduction: str, scale: float) -> dict[str, dict[str, Tensor]]:
-        """All passes since the last step as one batch, layer by layer: means, and what they are of.
+    def take(self) -> tuple[dict[str, Rows], dict[str, int]]:
+        """The sums of all passes since the last step, layer by layer, and how many terms each has.
 
-        A term of the loss is an example, N in all. The loss is their mean, so that g̃ = N·ĝ, or
-        their sum: A = Σāāᵀ / `places`, G = Σg̃g̃ᵀ / `terms`, and Λ like G. `scale`: of the loss.
+        A term of the loss is an example. From here on nothing has been seen.
         """
         for name in list(self.waiting):  # uses whose gradient never came, and those beside them
             self._fold(name)
         self.calls.clear()
-        found = {}
-        for name, sums in self.sums.items():
-            terms = self.terms[name]
-            factor = ((terms if reduction == "mean" else 1) / scale) ** 2 / terms
-            means = mirrored(sums)
-            places = means.pop("places", None)
-            if "columns" in means:
-                means["eigenvalues"] = means.pop("columns").mT.contiguous()
-            count = torch.tensor(float(terms), dtype=torch.float64)
-            places = count if places is None else places.cpu()
-            for key, value in means.items():
-                means[key] = value / float(places) if key == "input" else value * factor
-            found[name] = {**means, "terms": count, "places": places}
+        names = [site.name for site in self.sites if site.name in self.sums]
+        found = (
+            {name: self.sums[name] for name in names},
+            {name: self.terms[name] for name in names},
+        )
         self.forget()
         return found
 
@@ -118,7 +112,7 @@ class Recorder(Watcher):
         alike: dict[tuple[int, int], list[Event]] = {}
         for backward, event in self.waiting.pop(name):
             alike.setdefault((backward, event.grads.size(1)), []).append(event)
-        sums = self.sums.setdefault(name, Sums())
+        sums = self.sums.setdefault(name, Rows(self.keeps.get(name, _none)))
         for events in alike.values():
             site = events[0].site
             dtype = next(site.module.parameters()).dtype
@@ -130,6 +124,29 @@ class Recorder(Watcher):
             covariances_(sums, uses, site.columns)
             if name in self.bases:
                 eigenvalues_(sums, uses, self.bases[name], site.columns)
+
+
+def factor(reduction: str, terms: int, total: int, ranks: int = 1) -> float:
+    """What makes g̃ of ĝ, n terms being here and N on all R ranks, whose gradients are averaged.
+
+    "mean": n, of a loss Σℓ/n; "global_mean": N/R, of a loss ΣℓR/N; "sum": 1, of a loss Σℓ.
+    """
+    return {"mean": float(terms), "global_mean": total / ranks, "sum": 1.0}[reduction]
+
+
+def means(
+    sums: Sums | dict[str, Tensor], terms: int, places: float | None, weight: float
+) -> dict[str, Tensor]:
+    """A = Σāāᵀ / `places`, G = weight·Σĝĝᵀ and Λ like G, and the counts they are of."""
+    found = mirrored(Sums(sums))
+    if "columns" in found:
+        found["eigenvalues"] = found.pop("columns").mT.contiguous()
+    thin = found.pop("columns.output", None)
+    count = torch.tensor(float(terms), dtype=torch.float64)
+    used = count if places is None else torch.tensor(float(places), dtype=torch.float64)
+    for key, value in found.items():
+        found[key] = value / float(used) if key == "input" else value * weight
+    return {**found, **({} if thin is None else {"columns": thin}), "terms": count, "places": used}
 
 
 def check_seen(seen: Mapping[str, Mapping[str, Tensor]], nonfinite: str) -> str | None:
@@ -147,6 +164,10 @@ def check_seen(seen: Mapping[str, Mapping[str, Tensor]], nonfinite: str) -> str 
             )
         return wrong
     return None
+
+
+def _none(side: str, width: int, count: int) -> bool:
+    return False
 
 
 class Hook:

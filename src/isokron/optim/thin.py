@@ -1,0 +1,121 @@
+"""An output side too large for o×o, kept as the gradients it is made of: G = UUᵀ, rows of U apart.
+
+Rank r has the rows U_[r] of all columns, o·T/R numbers. Over the shards of rows, unlike over those
+of columns, Gram matrices may be added up: UᵀU = Σ U_[r]ᵀU_[r]. From UᵀU = B s Bᵀ follow G's
+eigenvectors Q = U B s^(−½), and with A = Q_A d Q_Aᵀ
+
+    V = (N/λ − Q [(QᵀN) ⊙ sdᵀ / (λ(sdᵀ + λ))]) Q_Aᵀ,  N = M Q_A
+
+of which each rank makes its rows, once QᵀN = Σ Q_[r]ᵀN_[r] is known. Nothing is o×o.
+"""
+
+import logging
+import math
+
+import torch
+from torch import Tensor
+
+from isokron.distributed import Ranks
+from isokron.distributed.parcels import bounds, gather, sum_
+from isokron.operators.storage import gram
+
+logger = logging.getLogger(__name__)
+
+MOST = 8192  # columns, whose T×T still fits; with more, those that weigh least are left out
+ROWS = ("columns", "basis.output")  # of which a rank has its rows
+EPS = torch.finfo(torch.float64).eps
+
+
+def fold_(state: dict[str, Tensor], columns: Tensor, weight: float) -> None:
+    """G ← (1−w)G + wUUᵀ: the columns beside those there were, all by the roots of their weights."""
+    parts = [columns * math.sqrt(weight)]
+    if "columns" in state:
+        parts.insert(0, state["columns"] * math.sqrt(1 - weight))
+    state["columns"] = torch.cat(parts, 2)
+
+
+def gram_of(state: dict[str, Tensor], ranks: Ranks) -> Tensor:
+    """UᵀU = Σ U_[r]ᵀU_[r] in float64. [B, T, T]"""
+    columns = state["columns"]
+    total = gram(columns, columns.device)
+    sum_(ranks, [total])
+    return total
+
+
+def long(state: dict[str, Tensor], rows: int) -> bool:
+    """Whether there are more columns than are good: MOST, or twice as many as can be apart."""
+    return "columns" in state and state["columns"].size(2) > min(MOST, 2 * rows)
+
+
+def shorten_(
+    state: dict[str, Tensor], squares: Tensor, basis: Tensor, rows: int, layer: str
+) -> None:
+    """U ← U B of the largest s, the best approximation of G by so many columns; by o, G itself."""
+    kept = min(MOST // 2, rows)
+    if kept < rows:
+        lost = float(squares[:, :-kept].sum() / squares.sum())
+        logger.warning("layer %r: %.2g of the trace of G is left out with its columns", layer, lost)
+    columns = state["columns"]
+    state["columns"] = (columns.double() @ basis[:, :, -kept:]).to(columns.dtype)
+
+
+def basis_of(
+    state: dict[str, Tensor], squares: Tensor, basis: Tensor, rows: int
+) -> dict[str, Tensor]:
+    """Q = U B s^(−½), this rank's rows of it, and s; without what is rounding in s."""
+    columns = state["columns"]
+    squares, basis = squares[:, -rows:], basis[:, :, -rows:]  # ascending: the others are zero
+    noise = columns.size(2) * EPS * squares.amax(1, keepdim=True)
+    squares = torch.where(squares > noise, squares, 0.0)
+    some = (squares > 0).any(0) | squares.isnan().any(0)
+    squares, basis = squares[:, some], basis[:, :, some]
+    scale = torch.where(squares > 0, squares.rsqrt(), 0.0)[:, None]
+    found = columns.double() @ (basis * scale)
+    return {"basis.output": found.to(columns.dtype), "values.output": squares.to(columns.dtype)}
+
+
+def direction(matrix: Tensor, state: dict[str, Tensor], damping: float, ranks: Ranks) -> Tensor:
+    """V of all rows: each rank's own are made there, and gathered. [B, o, i]"""
+    parts = bounds(matrix.size(1), ranks.size)
+    own = slice(*parts[ranks.rank])
+    right, left = state.get("basis.input"), state["basis.output"]
+    turned = matrix[:, own] if right is None else matrix[:, own] @ right  # [B, o/R, i]
+    inner = (left.mT @ turned).contiguous()  # [B, k, i]
+    sum_(ranks, [inner])
+    values = state["values.output"][:, :, None] * state["values.input"][:, None, :]
+    found = turned / damping - left @ (inner * (values / (damping * (values + damping))))
+    found = found if right is None else found @ right.mT
+    blocks, _, columns = matrix.shape
+    forms = [[((blocks, b - a, columns), found.dtype)] for a, b in parts]
+    return torch.cat([of[0] for of in gather(ranks, [found], forms)], 1).to(matrix.device)
+
+
+def whole(state: dict[str, Tensor], rows: int, ranks: Ranks) -> dict[str, Tensor]:
+    """The state with all rows, as a checkpoint for any number of ranks has it. All ranks call."""
+    some = [state[key] for key in ROWS if key in state]
+    forms = [
+        [((len(value), b - a, value.size(2)), value.dtype) for value in some]
+        for a, b in bounds(rows, ranks.size)
+    ]
+    found = gather(ranks, some, forms)
+    names = [key for key in ROWS if key in state]
+    return {**state, **{key: torch.cat([of[i] for of in found], 1) for i, key in enumerate(names)}}
+
+
+def own_(state: dict[str, Tensor], rows: int, ranks: Ranks) -> int:
+    """Of a state with all rows, this rank's; and how many these are."""
+    first, last = bounds(rows, ranks.size)[ranks.rank]
+    for key in ROWS:
+        if key in state and state[key].size(1) == rows:
+            state[key] = state[key][:, first:last].clone()
+    return last - first
+
+
+def shapes(state: dict[str, Tensor], blocks: int, rows: int) -> dict[str, tuple[int, ...]]:
+    """What shapes a state with so many rows must have: what is T or k long is as it is."""
+    found: dict[str, tuple[int, ...]] = {}
+    for key in (*ROWS, "values.output"):
+        if key in state:
+            rest = (rows,) if key in ROWS else ()
+            found[key] = (blocks, *rest, state[key].size(-1))
+    return found

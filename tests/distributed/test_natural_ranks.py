@@ -1,0 +1,397 @@
+"""NaturalGradient on many ranks against one rank that has seen all examples."""
+
+import io
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import isokron
+from isokron.distributed.parcels import columns_to_rows, sum_
+from isokron.distributed.world import ranks_of
+from isokron.optim import modes, thin
+from isokron.optim.modes import bytes_sent, mode_of
+from processes import run
+
+MODES = ("covariance", "gather", "gram", "auto")
+COUNTS = {1: [12], 2: [3, 9], 4: [2, 5, 1, 4]}  # examples of every rank, 12 in all
+SETTINGS: dict[str, Any] = {"lr": 0.1, "damping": 1e-2, "kl_clip": 1e-2, "every": 2}
+
+
+class Net(nn.Module):
+    """A convolution in groups, a wide layer, one used twice, and a norm for AdamW."""
+
+    def __init__(self, method: str = "kfac", dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        # Λ of EK-FAC is measured in bases, which are known only where eigenvalues are apart: with
+        # 12 examples, 40 outputs would have a space of zeros, whose basis is a matter of rounding
+        width = 40 if method == "kfac" else 5
+        self.conv = nn.Conv2d(2, 4, 2, groups=2)
+        self.wide = nn.Linear(4, width)
+        self.norm = nn.LayerNorm(width)
+        self.shared = nn.Linear(width, width)
+        self.out = nn.Linear(width, 3, bias=False)
+        self.to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.wide(self.conv(x).tanh().mean((2, 3)))).tanh()
+        return self.out(self.shared(self.shared(h).tanh()))
+
+
+def losses(model: nn.Module, step: int, rows: slice = slice(None)) -> Tensor:
+    """Of 12 examples a step, or some of them: a weight for each, so that no two are alike."""
+    generator = torch.Generator().manual_seed(step)
+    inputs = torch.randn(12, 2, 3, 3, generator=generator, dtype=torch.float64)
+    labels = torch.randint(3, (12,), generator=generator)
+    dtype = next(model.parameters()).dtype
+    return nn.functional.cross_entropy(
+        model(inputs[rows].to(dtype)), labels[rows], reduction="none"
+    )
+
+
+def own_rows() -> slice:
+    counts, rank = COUNTS[dist.get_world_size()], dist.get_rank()
+    return slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+
+
+def parameters(model: nn.Module) -> list[Tensor]:
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def one_rank(
+    steps: int = 5, dtype: torch.dtype = torch.float64, method: str = "kfac", **settings: Any
+) -> list[Tensor]:
+    model = Net(method, dtype)
+    optimizer = isokron.NaturalGradient(model, method=method, **{**SETTINGS, **settings})
+    for step in range(steps):
+        optimizer.zero_grad()
+        losses(model, step).mean().backward()
+        optimizer.step()
+    return parameters(model)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    """Under DDP, whose average is to be the mean over all examples."""
+    for step in steps:
+        optimizer.zero_grad()
+        (losses(model, step, own_rows()).sum() * dist.get_world_size() / 12).backward()
+        optimizer.step()
+
+
+def many_ranks(
+    many: list[dict[str, Any]], dtype: torch.dtype = torch.float64, steps: int = 5
+) -> list[tuple[list[Tensor], dict[str, Any]]]:
+    """Parameters and state after training with each of the settings."""
+    found = []
+    for settings in many:
+        model = Net(settings.get("method", "kfac"), dtype)
+        wrapped = DistributedDataParallel(model)
+        optimizer = isokron.NaturalGradient(
+            model,
+            **{**SETTINGS, "reduction": "global_mean", "ranks": ranks_of(timeout=60), **settings},
+        )
+        train(wrapped, optimizer, range(steps))
+        found.append((parameters(model), optimizer.state_dict()["state"]))
+    return found
+
+
+def assert_same(found: list[Tensor], wanted: list[Tensor], tolerance: float) -> None:
+    for mine, theirs in zip(found, wanted, strict=True):
+        error = (mine - theirs).norm() / theirs.norm()
+        assert error < tolerance, f"relative error {error:.2g}"
+
+
+def assert_bit_equal(ranks: list[Any]) -> None:
+    for params, state in ranks[1:]:
+        assert all(map(torch.equal, params, ranks[0][0]))
+        assert state.keys() == ranks[0][1].keys()
+        for index, entry in state.items():
+            assert all(torch.equal(value, ranks[0][1][index][k]) for k, value in entry.items())
+
+
+CASES = [{"reduce": mode} for mode in MODES] + [
+    {"reduce": mode, "method": "ekfac"} for mode in MODES if mode != "gram"
+]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_ranks_with_unequal_counts_are_one_rank_that_saw_all(ranks: int, tmp_path: Path) -> None:
+    found = run(ranks, many_ranks, CASES, folder=tmp_path)
+    for case, each in zip(CASES, zip(*found, strict=True), strict=True):
+        assert_bit_equal(list(each))
+        assert_same(each[0][0], one_rank(method=case.get("method", "kfac")), 1e-10)
+
+
+def test_float32_is_as_near_as_its_rounding(tmp_path: Path) -> None:
+    found = run(2, many_ranks, CASES, torch.float32, folder=tmp_path)
+    for case, each in zip(CASES, zip(*found, strict=True), strict=True):
+        assert_bit_equal(list(each))
+        wanted = one_rank(method=case.get("method", "kfac"), dtype=torch.float32)
+        assert_same(each[0][0], wanted, 1e-4)
+
+
+def test_ranks_that_do_not_share_are_not_one_rank(tmp_path: Path) -> None:
+    """What the tests above would say if curvature stayed that of each rank's own examples."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = run(2, many_ranks, [{"ranks": None}], folder=tmp_path)
+    with pytest.raises(AssertionError, match="relative error"):
+        assert_same(found[0][0][0], one_rank(), 1e-3)
+
+
+def grams() -> tuple[float, float]:
+    """Relative errors of two ways to UᵀU, with vectors of equal number on all ranks."""
+    ranks = ranks_of(timeout=60)
+    whole = torch.randn(ranks.size * 3, 10, generator=torch.Generator().manual_seed(0)).double()
+    own = whole[3 * ranks.rank : 3 * ranks.rank + 3][None]
+    local = own @ own.mT  # [1, 3, 3]: what one might be tempted to add up
+    sum_(ranks, [local])
+    rows = columns_to_rows(ranks, own, [3] * ranks.size)
+    right = rows.mT @ rows
+    sum_(ranks, [right])
+    wanted = whole @ whole.mT
+    spectrum = torch.linalg.eigvalsh(wanted)
+    few = torch.cat([torch.zeros(3 * (ranks.size - 1)), torch.linalg.eigvalsh(local[0])])
+    wrong = (few - spectrum).norm() / spectrum.norm()
+    return float(wrong), float((right[0] - wanted).norm() / wanted.norm())
+
+
+def test_gram_matrices_of_ranks_do_not_add_up_but_those_of_rows_do(tmp_path: Path) -> None:
+    for wrong, right in run(2, grams, folder=tmp_path):
+        assert wrong > 0.3
+        assert right < 1e-14
+
+
+def by_hand(reduction: str) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Without DDP: losses of own examples, and gradients that the user adds up or averages."""
+    model, size = Net(), dist.get_world_size()
+    optimizer = isokron.NaturalGradient(
+        model, **SETTINGS, reduction=reduction, ranks=ranks_of(timeout=60)
+    )
+    states = {}
+    for step in range(4):
+        optimizer.zero_grad()
+        terms = losses(model, step, own_rows())
+        (terms.sum() if reduction == "sum" else terms.mean()).backward()
+        for param in model.parameters():
+            dist.all_reduce(param.grad)
+            if reduction == "mean":
+                param.grad /= size
+        optimizer.step()
+        if step == 0:
+            states = {k: v.clone() for k, v in optimizer.state[model.wide.weight].items()}
+    return parameters(model), states
+
+
+def test_sums_are_summed(tmp_path: Path) -> None:
+    model = Net()
+    optimizer = isokron.NaturalGradient(model, **SETTINGS, reduction="sum")
+    for step in range(4):
+        optimizer.zero_grad()
+        losses(model, step).sum().backward()
+        optimizer.step()
+    for params, _ in run(4, by_hand, "sum", folder=tmp_path):
+        assert_same(params, parameters(model), 1e-10)
+
+
+def test_means_of_ranks_weigh_examples_in_the_gradient_and_not_in_the_curvature(
+    tmp_path: Path,
+) -> None:
+    """3 and 9 examples: DDP's average gives those of the first rank a third each of one half."""
+    (params, state), _ = run(2, by_hand, "mean", folder=tmp_path)
+    model = Net()
+    optimizer = isokron.NaturalGradient(model, **SETTINGS)
+    for step in range(4):
+        halves = [losses(model, step, slice(0, 3)).mean(), losses(model, step, slice(3, 12)).mean()]
+        weighed = torch.autograd.grad(sum(halves) / 2, list(model.parameters()))
+        optimizer.zero_grad()
+        losses(model, step).mean().backward()  # of which the curvature is
+        for param, grad in zip(model.parameters(), weighed, strict=True):
+            param.grad = grad
+        optimizer.step()
+        if step == 0:
+            mine = optimizer.state[model.wide.weight]
+            for key in ("input", "output"):
+                torch.testing.assert_close(state[key], mine[key], rtol=1e-10, atol=1e-14)
+    assert_same(params, parameters(model), 1e-10)
+    with pytest.raises(AssertionError, match="relative error"):  # the mean over all is another
+        assert_same(params, one_rank(4), 1e-3)
+
+
+def all_kinds(reduce: str) -> list[Tensor]:
+    model = Kinds()
+    optimizer = isokron.NaturalGradient(
+        model, layers="*", ranks=ranks_of(timeout=60), reduce=reduce, **KINDS
+    )
+    wrapped = DistributedDataParallel(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        wrapped(Kinds.batch(step)[own_rows()]).square().sum().mul(1 / 6).backward()
+        optimizer.step()
+    return parameters(model)
+
+
+KINDS: dict[str, Any] = {"reduction": "global_mean", **SETTINGS, "momentum": 0.0}
+
+
+class Kinds(nn.Module):
+    """An embedding, attention and a norm, all preconditioned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.norm = nn.Embedding(7, 4, padding_idx=0), nn.LayerNorm(4)
+        self.attend = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.double()
+
+    @staticmethod
+    def batch(step: int) -> Tensor:
+        return torch.randint(7, (12, 3), generator=torch.Generator().manual_seed(step))
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        x = self.norm(self.embed(numbers))
+        return self.attend(x, x, x)[0]
+
+
+@pytest.mark.parametrize("reduce", ["auto", "gather"])
+def test_embeddings_attention_and_norms_are_shared_too(reduce: str, tmp_path: Path) -> None:
+    model = Kinds()
+    optimizer = isokron.NaturalGradient(model, layers="*", **KINDS)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(Kinds.batch(step)).square().sum().mul(1 / 12).backward()
+        optimizer.step()
+    found = run(2, all_kinds, reduce, folder=tmp_path)
+    assert all(map(torch.equal, *found))
+    assert_same(found[0], parameters(model), 1e-9)
+
+
+def resumed(saved: bytes, weights: list[Tensor], reduce: str) -> list[Tensor]:
+    model = Net()
+    optimizer = isokron.NaturalGradient(model, ranks=ranks_of(timeout=60), reduce=reduce)
+    with torch.no_grad():
+        for param, value in zip(model.parameters(), weights, strict=True):
+            param.copy_(value)
+    optimizer.load_state_dict(torch.load(io.BytesIO(saved), weights_only=True))
+    train(DistributedDataParallel(model), optimizer, range(3, 5))
+    return parameters(model)
+
+
+def saving(reduce: str) -> tuple[list[Tensor], bytes, int]:
+    model = Net()
+    optimizer = isokron.NaturalGradient(
+        model, **SETTINGS, reduction="global_mean", ranks=ranks_of(timeout=60), reduce=reduce
+    )
+    train(DistributedDataParallel(model), optimizer, range(3))
+    buffer = io.BytesIO()
+    torch.save(optimizer.state_dict(), buffer)
+    own = optimizer.state[model.wide.weight]
+    return parameters(model), buffer.getvalue(), own.get("columns", own["input"]).size(1)
+
+
+@pytest.mark.parametrize("reduce", ["auto", "gram"])
+def test_a_checkpoint_goes_on_with_another_number_of_ranks(reduce: str, tmp_path: Path) -> None:
+    (weights, saved, rows), _ = run(2, saving, reduce, folder=tmp_path)
+    assert rows == (20 if reduce == "gram" else 5)  # half of the columns' 40 rows, or A of 4 + 1
+    for ranks in (1, 4):
+        for params in run(ranks, resumed, saved, weights, reduce, folder=tmp_path):
+            assert_same(params, one_rank(), 1e-10)
+    if reduce == "gram":
+        with pytest.raises(ValueError, match=r"'wide'.* kept as columns.*ranks=ranks_of\(\)"):
+            isokron.NaturalGradient(Net()).load_state_dict(
+                torch.load(io.BytesIO(saved), weights_only=True)
+            )
+
+
+def shortened() -> tuple[list[Tensor], int]:
+    thin.MOST = 16
+    model = Net()
+    optimizer = isokron.NaturalGradient(
+        model, **SETTINGS, reduction="global_mean", ranks=ranks_of(timeout=60), reduce="gram"
+    )
+    train(DistributedDataParallel(model), optimizer, range(5))
+    return parameters(model), optimizer.state[model.wide.weight]["columns"].size(2)
+
+
+def test_columns_that_are_too_many_are_shortened_alike_on_any_number_of_ranks(
+    tmp_path: Path,
+) -> None:
+    ((one, _),) = run(1, shortened, folder=tmp_path)
+    assert not all(map(torch.allclose, one, one_rank()))
+    for params, columns in run(2, shortened, folder=tmp_path):
+        assert columns <= 16
+        assert_same(params, one, 1e-8)
+
+
+def counted(reduce: str) -> tuple[int, int, int]:
+    """Bytes sent in a step that looks and does not refresh, and what the costs of sides say."""
+    modes.LARGE = 30  # so that "auto" has all three of them
+    model, ranks = Net(), ranks_of(timeout=60)
+    optimizer = isokron.NaturalGradient(
+        model,
+        **{**SETTINGS, "every": 4, "statistics_every": 3, "reduction": "global_mean"},
+        ranks=ranks,
+        reduce=reduce,
+    )
+    wrapped = DistributedDataParallel(model)
+    train(wrapped, optimizer, range(3))
+    before = ranks.traffic.sent
+    train(wrapped, optimizer, range(3, 4))
+    sent, size = ranks.traffic.sent - before, ranks.size
+    sides = {"conv": (2, 4, 2, 4), "wide": (1, 1, 40, 4), "shared": (1, 2, 40, 40)}
+    sides["out"] = (1, 1, 3, 40)  # blocks, uses an example, outputs, inputs
+    most = [0] * size  # what each rank gathers
+    wanted = (3 + 2 * len(sides)) * 8 * (size - 1)  # the fingerprint, two states, two counts each
+    wanted += 2 * 8 * (size - 1)  # of kl_clip
+    modes_seen = set()
+    for name, (blocks, uses, outputs, inputs) in sides.items():
+        counts = [uses * count for count in COUNTS[size]]
+        for side, width in (("output", outputs), ("input", inputs)):
+            mode = mode_of(width, sum(counts), reduce, side == "output")
+            modes_seen.add(mode)
+            if mode == "gather":
+                most = [m + blocks * width * 8 * c for m, c in zip(most, counts, strict=True)]
+            else:
+                wanted += blocks * bytes_sent(mode, width, counts, 8, ranks.rank)
+        if mode_of(outputs, sum(counts), reduce) == "gram":  # QᵀN of all rows, and rows of V
+            state = optimizer.state[getattr(model, name).weight]
+            rank, i = state["basis.output"].size(2), inputs + (name != "out")
+            wanted += 2 * blocks * rank * i * 8 * (size - 1) // size
+            wanted += blocks * -(-outputs // size) * i * 8 * (size - 1)
+        if name != "out":  # Σaᵀ and n, of a bias
+            wanted += 2 * blocks * (inputs + 1) * 8 * (size - 1) // size
+    wanted += max(most) * (size - 1)
+    return sent, wanted, len(modes_seen)
+
+
+@pytest.mark.parametrize("reduce", MODES)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_bytes_are_those_of_the_costs(reduce: str, ranks: int, tmp_path: Path) -> None:
+    for sent, wanted, modes_seen in run(ranks, counted, reduce, folder=tmp_path):
+        assert abs(sent - wanted) < 32  # whole bytes of every part of what is summed at once
+        assert modes_seen == (3 if reduce in ("auto", "gram") else 1)
+
+
+def test_the_mode_is_the_cheapest_that_fits() -> None:
+    assert mode_of(1000, 750) == "covariance"
+    assert mode_of(1000, 749) == "gather"
+    assert mode_of(16384, 100) == "gather"
+    assert mode_of(16385, 100) == "gram"
+    assert mode_of(16385, 16385) == "covariance"
+    assert mode_of(16385, 100, gram=False) == "gather"
+    assert mode_of(10, 1, "gram", gram=False) == "gather"
+    assert mode_of(10, 9, "gram") == "gram"
+    assert mode_of(10, 10, "gram") == "covariance"
+    for mode in ("covariance", "gather"):
+        assert mode_of(10, 1, mode) == mode_of(10**6, 10**6, mode) == mode
+    for width, terms, ranks in ((64, 32, 4), (64, 40, 2), (64, 1024, 4), (320, 120, 8)):
+        even = [terms // ranks] * ranks
+        costs = {mode: bytes_sent(mode, width, even, 4) for mode in ("covariance", "gather")}
+        assert mode_of(width, terms) == min(costs, key=lambda mode: costs[mode])
+        assert bytes_sent("gram", width, even, 4) * ranks == costs["gather"]
