@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from isokron.distributed.shares import shares
 from torch import Tensor, nn
 from torch import distributed as dist
 
@@ -201,14 +200,6 @@ def test_each_decomposition_is_the_work_of_one_rank(tmp_path: Path) -> None:
     assert sorted(found[0][0] + found[1][0]) == [3, 5, 20, 21]
     assert found[0][0] == [21]
     assert [gathers for _, gathers in found] == [1, 1]
-
-
-def test_work_goes_to_whom_has_least() -> None:
-    assert shares([5, 3, 3, 2, 2, 1], 2) == [0, 1, 1, 0, 1, 0]
-    assert shares([1, 1, 1], 5) == [0, 1, 2]
-    assert shares([], 2) == []
-    with pytest.raises(ValueError, match="count must be at least 1"):
-        shares([1], 0)
 
 
 def silent() -> list[str]:
