@@ -15,7 +15,13 @@ from torch import distributed as dist
 
 SECONDS = 120.0
 # forked from a server that has imported all this, a rank starts in a few milliseconds
-_PRELOADED = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "isokron.optim"]
+_PRELOADED = [
+    "torch",
+    "torch._dynamo",  # every optimizer's constructor imports it
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint.state_dict",
+    "isokron.optim",
+]
 
 
 def run(

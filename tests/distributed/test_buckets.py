@@ -64,8 +64,10 @@ def test_a_parameter_is_in_the_buckets_of_one_unit() -> None:
         for i in range(len(SHAPES)):
             assert len({b.unit for b in buckets if i in b.parameters}) <= 1
         units = {unit: [b for b in buckets if b.unit == unit] for unit in {b.unit for b in buckets}}
-        assert all(len(several) == 1 or several[0].parameters == several[-1].parameters
-                   for several in units.values())
+        assert all(
+            len(several) == 1 or several[0].parameters == several[-1].parameters
+            for several in units.values()
+        )
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])

@@ -58,11 +58,14 @@ def piece_state(
         return {piece.number: {} for piece in pieces}
     names = moments(group)
     whole = "exp_avg" in saved
-    every = range(len(cuts(param.numel())))
+    shapes = {f"{name}.{k}": (n,) for name in names for k, (_, n) in enumerate(cuts(param.numel()))}
     needed = {f"{name}.{piece.number}" for name in names for piece in pieces}
-    known = {f"{name}.{number}" for name in names for number in every}
-    needed, known = (set(names), set(names)) if whole else (needed, known)
-    differing = sorted((needed | {"step"}) - set(saved)) + sorted(set(saved) - known - {"step"})
+    if whole:
+        shapes = dict.fromkeys(names, tuple(param.shape))
+        needed = set(names)
+    differing = sorted((needed | {"step"}) - set(saved)) + sorted(
+        saved.keys() - shapes.keys() - {"step"}
+    )
     if differing:
         key = differing[0]
         lies = "missing from the checkpoint" if key not in saved else "not part of this state"
@@ -71,20 +74,20 @@ def piece_state(
             "what isokron.distributed.full_state_dict or torch.distributed.checkpoint saved of "
             "this model and these settings"
         )
+    for key in saved.keys() & shapes.keys():
+        if (shape := tuple(saved[key].shape)) != shapes[key]:
+            raise ValueError(
+                f"{where}: {key!r} has shape {shape} in the checkpoint and {shapes[key]} here; the "
+                "models differ"
+            )
     found: dict[int, dict[str, Any]] = {}
     for piece in pieces:
-        entry: dict[str, Any] = {"step": saved["step"]}
+        cut, entry = slice(piece.offset, piece.offset + piece.length), {"step": saved["step"]}
         for name in names:
-            key = name if whole else f"{name}.{piece.number}"
-            value = saved[key]
-            shape = param.shape if whole else (piece.length,)
-            if tuple(value.shape) != tuple(shape):
-                raise ValueError(
-                    f"{where}: {key!r} has shape {tuple(value.shape)} in the checkpoint and "
-                    f"{tuple(shape)} here; the models differ"
-                )
-            cut = slice(piece.offset, piece.offset + piece.length)
-            entry[name] = value.reshape(-1)[cut] if whole else value
+            if whole:
+                entry[name] = saved[name].reshape(-1)[cut]
+            else:
+                entry[name] = saved[f"{name}.{piece.number}"]
         found[piece.number] = entry
     return found
 
