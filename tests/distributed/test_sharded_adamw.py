@@ -1,5 +1,6 @@
 """The bits of one process on averaged gradients, over real ranks; state that falls as 1/R."""
 
+import gc
 import os
 import signal
 from collections.abc import Callable
@@ -63,6 +64,7 @@ def test_settings_and_inputs_of_all_kinds_have_the_bits_of_one_process(tmp_path:
         "weight_decay": 0.3,
         "amsgrad": True,
         "state_dtype": torch.float32,
+        "nonfinite": "ignore",  # each bucket is stepped while the next are under way
     }
     for wrong in run(2, steps_like_one_process, UGLY, False, settings, folder=tmp_path):
         assert wrong == []
@@ -390,3 +392,104 @@ def test_a_killed_rank_ends_the_others_with_an_error_in_time(tmp_path: Path) -> 
     first, second = outcomes(2, killed, folder=tmp_path, seconds=40)
     assert "rank 0 of 2 waited in" in str(first)
     assert second == -signal.SIGKILL
+
+
+def wide_sums() -> list[str]:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    wrong = []
+    for reduce in ("step", "backward"):
+        model, twin = Model(UGLY), Model(UGLY)
+        settings: dict[str, Any] = {"reduce": reduce, "communication_dtype": torch.float32}
+        optimizer = ShardedAdamW([p for p in model.all() if p.dtype is HALF], **settings)
+        reference = isokron.AdamW([p for p in twin.all() if p.dtype is HALF])
+        model.backward(gradients(model, rank, 0, exact=False))
+        optimizer.step()
+        every = [gradients(model, r, 0, exact=False) for r in range(ranks)]
+        for param, *grads in zip(twin.parameters(), *every, strict=True):
+            param.grad = ((grads[0].float() + grads[1].float()) / 2).to(param.dtype)
+        reference.step()
+        wrong += [f"{reduce} {name}" for name in differing(model, twin)]
+    return wrong
+
+
+def test_half_precision_gradients_can_be_added_in_float32(tmp_path: Path) -> None:
+    assert run(2, wide_sums, folder=tmp_path) == [[], []]
+
+
+def in_two_groups() -> list[str]:
+    """Ranks 0 and 2 train one model, 1 and 3 another."""
+    rank = dist.get_rank()
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    wrong = []
+    for reduce in ("step", "backward"):
+        model, twin = Model(SMALL), Model(SMALL)
+        group = pairs[rank % 2]
+        optimizer = ShardedAdamW(model.parameters(), reduce=reduce, group=group)
+        reference = isokron.AdamW(twin.parameters())
+        model.backward(gradients(model, rank, 0))
+        optimizer.step()
+        both = [gradients(model, r, 0) for r in (rank % 2, rank % 2 + 2)]
+        for param, *grads in zip(twin.parameters(), *both, strict=True):
+            param.grad = (grads[0] + grads[1]) / 2
+        reference.step()
+        wrong += [f"{reduce} {name}" for name in differing(model, twin)]
+    with pytest.raises(TypeError, match="of which this rank is a member"):
+        ShardedAdamW(model.parameters(), group=pairs[1 - rank % 2])
+    return wrong
+
+
+def test_the_ranks_of_a_process_group_train_by_themselves(tmp_path: Path) -> None:
+    assert run(4, in_two_groups, folder=tmp_path) == [[]] * 4
+
+
+def refusals() -> None:
+    model = Model(SMALL)
+    params = model.all()
+    for wrong in (
+        {"reduce": "never"},
+        {"nonfinite": "hope"},
+        {"bucket_bytes": 0},
+        {"communication_dtype": torch.int8},
+        {"lr": -1.0},
+        {"timeout": 0},
+    ):
+        with pytest.raises(ValueError, match=f"ShardedAdamW: {next(iter(wrong))} must be"):
+            ShardedAdamW(params, **wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"pass model\.parameters"):
+        ShardedAdamW(model)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="twice"):
+        ShardedAdamW([params[0], params[0]])
+    with pytest.raises(ValueError, match="did you mean 'weight_decay'"):
+        ShardedAdamW([{"params": params, "weight_decy": 0.0}])
+    optimizer = ShardedAdamW(params)
+    with pytest.raises(TypeError, match="takes no closure"):
+        optimizer.step(lambda: None)
+    params[0].grad = torch.zeros(7).to_sparse()
+    with pytest.raises(RuntimeError, match="sparse=False"):
+        optimizer.step()
+    params[0].grad = None
+    optimizer.step()  # no gradients: nothing to do
+    assert all(entry["step"] == 0 for entry in optimizer.state.values())
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_what_cannot_be_right_is_refused(tmp_path: Path) -> None:
+    run(1, refusals, folder=tmp_path)
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        ShardedAdamW(Model(SMALL).parameters())
+
+
+def forgotten() -> int:
+    """An optimizer that is gone leaves no hooks on the parameters."""
+    model = Model(SMALL)
+    optimizer = ShardedAdamW(model.parameters(), reduce="backward")
+    model.backward(gradients(model, 0, 0))
+    del optimizer
+    gc.collect()
+    model.backward(gradients(model, 0, 0))
+    assert all(param.grad is not None for param in model.parameters())
+    return sum(len(param._post_accumulate_grad_hooks) for param in model.parameters())
+
+
+def test_an_optimizer_that_is_gone_leaves_parameters_alone(tmp_path: Path) -> None:
+    assert run(1, forgotten, folder=tmp_path) == [0]

@@ -40,7 +40,7 @@ def begin_reduce(
     ends = [0] * ranks.size
     to, of = [], []
     for i, pieces in _by_parameter(bucket).items():
-        flat = grads[i].detach().reshape(-1) if i in grads else None
+        flat = _flattened(grads[i]) if i in grads else None
         for piece in pieces:
             at = piece.owner * bucket.section + piece.start
             slot = whole[at : at + piece.length]
@@ -94,3 +94,13 @@ def _by_parameter(bucket: Bucket) -> dict[int, list[Piece]]:
     for piece in bucket.pieces:
         found.setdefault(piece.parameter, []).append(piece)
     return found
+
+
+def _flattened(grad: Tensor) -> Tensor:
+    if grad.layout is not torch.strided or grad.is_complex():
+        raise RuntimeError(
+            f"a gradient of shape {tuple(grad.shape)} is sparse or complex ({grad.layout}, "
+            f"{grad.dtype}) and cannot be averaged over ranks; make the layer with sparse=False, "
+            "and take the gradient of a real loss of real parameters"
+        )
+    return grad.detach().reshape(-1)

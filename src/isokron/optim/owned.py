@@ -58,6 +58,7 @@ def piece_state(
         return {piece.number: {} for piece in pieces}
     names = moments(group)
     whole = "exp_avg" in saved
+    shapes: dict[str, tuple[int, ...]]
     shapes = {f"{name}.{k}": (n,) for name in names for k, (_, n) in enumerate(cuts(param.numel()))}
     needed = {f"{name}.{piece.number}" for name in names for piece in pieces}
     if whole:

@@ -18,10 +18,17 @@ from isokron.distributed.joining import beside, ranks_of
 from isokron.distributed.partial import partial_state
 from isokron.distributed.ranks import TIMEOUT
 from isokron.optim import checkpoint
+from isokron.optim.agreement import (
+    check_arguments,
+    everybodys,
+    plain_settings,
+    sum_of_bits,
+    unfit,
+)
 from isokron.optim.engine import Params
 from isokron.optim.groups import check_group, check_param, check_spelling, note_peak_, param_name
 from isokron.optim.owned import whole_state
-from isokron.optim.settings import CHOICES, SHARED
+from isokron.optim.settings import SHARED
 from isokron.optim.shards import Shards
 
 logger = logging.getLogger(__name__)
@@ -57,7 +64,7 @@ class ShardedAdamW(torch.optim.Optimizer):
     ) -> None:
         if isinstance(params, nn.Module):
             raise TypeError(f"{WHO} takes parameters, got a module; pass model.parameters()")
-        _check_arguments(reduce, nonfinite, bucket_bytes, communication_dtype)
+        check_arguments(WHO, reduce, nonfinite, bucket_bytes, communication_dtype)
         self.reduce, self.nonfinite, self.communication_dtype = (
             reduce,
             nonfinite,
@@ -87,6 +94,11 @@ class ShardedAdamW(torch.optim.Optimizer):
             group["lr"] = group["lr"].clone()  # groups that share it would all scale it in turn
         try:
             check_group(WHO, {**SHARED, **group})
+            if len(set(group["params"])) < len(group["params"]):
+                raise ValueError(
+                    f"{WHO}: a parameter is in a group twice and would be stepped twice; pass it "
+                    "once"
+                )
             for i, param in enumerate(group["params"]):
                 check_param(WHO, param_name(group, i), param, SHARED)
                 if type(param.data) is not Tensor:
@@ -242,38 +254,27 @@ class ShardedAdamW(torch.optim.Optimizer):
 
     def _agree(self) -> set[int]:
         """The numbers of the parameters that have gradients; raises unless all ranks agree."""
-        present, params = self._gradients.present(), self._shards.params
+        present, shards = self._gradients.present(), self._shards
         value = {
-            "settings": [
-                {k: _plain(v) for k, v in group.items() if k not in ("params", "param_names")}
-                for group in self.param_groups
-            ],
-            "without gradients": [i for i in range(len(params)) if i not in present],
+            "settings": [plain_settings(group) for group in self.param_groups],
+            "without gradients": [i for i in range(len(shards.params)) if i not in present],
             **self._gradients.facts(),
         }
         if self._unsure:
-            value["steps"] = [float(step) for step in self._shards.steps]
-            value["sums of the parameters' bits"] = [_sum_of_bits(param) for param in params]
+            value["steps"] = [float(step) for step in shards.steps]
+            value["sums of the parameters' bits"] = list(map(sum_of_bits, shards.params))
         self._control.agree(f"{WHO}: what a step starts from", value)
         self._unsure = False
         return present
 
     def _to_be_skipped(self) -> bool:
         """Raise, or say to skip, if any rank owns an average that is not finite."""
-        mine, names = set(), self._names()
-        for number, section in self._gradients.sections.items():
-            wide = torch.promote_types(section.dtype, torch.float32)
-            if bool(section.sum(dtype=wide).isfinite()):
-                continue  # a sum of huge finite numbers may not be: look
-            for piece in self._shards.buckets[number].owned(self.ranks.rank):
-                part = section[piece.start : piece.start + piece.length]
-                if not bool(part.isfinite().all()):
-                    mine.add(names[piece.parameter])
-        count = self._control.all_reduce_(torch.tensor([len(mine)], device=self._control.device))
-        if not int(count):
+        rank, names, buckets = self.ranks.rank, self._names(), self._shards.buckets
+        own = self._gradients.sections.items()
+        numbers = {i for b, section in own for i in unfit(buckets[b], section, rank)}
+        every = everybodys(self._control, [names[i] for i in numbers])
+        if not every:
             return False
-        told = self._control.gather_text("\n".join(sorted(mine)))
-        every = sorted({name for text in told for name in text.strip().split("\n") if name})
         wrong = f"non-finite average gradient of parameter {', '.join(every)}"
         if self.nonfinite == "raise":
             raise FloatingPointError(
@@ -283,29 +284,3 @@ class ShardedAdamW(torch.optim.Optimizer):
         self.skipped_steps += 1
         logger.warning("skipped a step: %s", wrong)
         return True
-
-
-def _check_arguments(reduce: str, nonfinite: str, bucket_bytes: Any, dtype: Any) -> None:
-    choices = {"reduce": (reduce, ("step", "backward")), "nonfinite": (nonfinite,)}
-    choices["nonfinite"] = (nonfinite, CHOICES["nonfinite"])
-    for name, (value, allowed) in choices.items():
-        if value not in allowed:
-            raise ValueError(
-                f"{WHO}: {name} must be one of {', '.join(map(repr, allowed))}, got {value!r}"
-            )
-    if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
-        raise ValueError(f"{WHO}: bucket_bytes must be a whole number above 0, got {bucket_bytes}")
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ValueError(
-            f"{WHO}: communication_dtype must be None or a floating-point dtype, got {dtype!r}"
-        )
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, Tensor) else value
-
-
-def _sum_of_bits(param: Tensor) -> int:
-    """A number that hardly ever is the same for other elements."""
-    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[param.element_size()]
-    return int(param.detach().contiguous().view(whole).sum(dtype=torch.int64))
