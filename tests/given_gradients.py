@@ -1,5 +1,8 @@
 """Models whose gradients are what a test says, on every rank, and their averages over ranks."""
 
+from functools import reduce
+from operator import add
+
 import torch
 from torch import Tensor, nn
 
@@ -39,28 +42,20 @@ class Model(nn.Module):
         sum((p * g).sum().double() for p, g in pairs if g is not None).backward()
 
 
-def gradients(
-    model: Model, rank: int, turn: int, exact: bool = True, scale: float = 1.0
-) -> list[Tensor]:
-    """A rank's gradients. `exact`: their sums are the same in any order."""
+def gradients(model: Model, rank: int, turn: int, exact: bool = False) -> list[Tensor]:
+    """A rank's gradients. `exact`: such whose sums and averages have no rounding."""
     drawn = torch.Generator().manual_seed(1000 * turn + rank)
-    found = []
-    for param in model.parameters():
-        if exact:
-            grad = torch.randint(-16, 17, param.shape, generator=drawn) / 64
-        else:
-            grad = torch.randn(param.shape, generator=drawn)
-        found.append((grad * scale).to(param.dtype))
-    return found
+    if exact:
+        every = [torch.randint(-8, 9, p.shape, generator=drawn) / 4 for p in model.parameters()]
+    else:
+        every = [torch.randn(p.shape, generator=drawn) for p in model.parameters()]
+    return [grad.to(p.dtype) for grad, p in zip(every, model.parameters(), strict=True)]
 
 
-def average(model: Model, ranks: int, turn: int, exact: bool = True) -> list[Tensor]:
-    """Σᵣ gᵣ / R, in the gradients' dtype."""
+def average(model: Model, ranks: int, turn: int, exact: bool = False) -> list[Tensor]:
+    """((g₀ + g₁) + …)/R, in the gradients' dtype."""
     every = [gradients(model, rank, turn, exact) for rank in range(ranks)]
-    return [
-        torch.stack(list(each)).sum(0).to(each[0].dtype) / ranks
-        for each in zip(*every, strict=True)
-    ]
+    return [reduce(add, each) / ranks for each in zip(*every, strict=True)]
 
 
 def differing(one: nn.Module, other: nn.Module) -> list[str]:

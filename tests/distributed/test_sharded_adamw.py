@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from torch import distributed as dist
 
 import isokron
 from given_gradients import HALF, SMALL, UGLY, Model, average, differing, gradients
+from isokron.distributed.buckets import Sheet, lay_out
+from isokron.distributed.exchange import begin_reduce
+from isokron.distributed.joining import ranks_of
 from isokron.distributed.partial import full_state_dict
 from isokron.optim.sharded import ShardedAdamW
 from processes import outcomes, run
@@ -24,11 +28,11 @@ def groups(model: Model) -> list[dict[str, Any]]:
     return [{"params": params[:half]}, {"params": params[half:], "lr": 3e-3, "weight_decay": 0.1}]
 
 
-def steps_like_one_process(kinds: Any, exact: bool, settings: dict[str, Any]) -> list[str]:
+def steps_like_one_process(settings: dict[str, Any]) -> list[str]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     wrong = []
     for reduce in ("step", "backward"):
-        model, twin = Model(kinds), Model(kinds)
+        model, twin = Model(UGLY), Model(UGLY)
         own = {"lr": 1e-2, **settings}
         optimizer = ShardedAdamW(groups(model), reduce=reduce, bucket_bytes=1 << 19, **own)
         reference = isokron.AdamW(groups(twin), **own)
@@ -37,11 +41,9 @@ def steps_like_one_process(kinds: Any, exact: bool, settings: dict[str, Any]) ->
         ]
         for turn in range(4):
             optimizer.zero_grad()
-            model.backward(gradients(model, rank, turn, exact))
+            model.backward(gradients(model, rank, turn))
             optimizer.step()
-            for param, grad in zip(
-                twin.parameters(), average(twin, ranks, turn, exact), strict=True
-            ):
+            for param, grad in zip(twin.parameters(), average(twin, ranks, turn), strict=True):
                 param.grad = grad
             reference.step()
             for schedule in schedules:
@@ -52,8 +54,7 @@ def steps_like_one_process(kinds: Any, exact: bool, settings: dict[str, Any]) ->
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_steps_have_the_bits_of_one_process(ranks: int, tmp_path: Path) -> None:
-    # for two ranks any gradients; for more, such whose sums do not depend on the order
-    for wrong in run(ranks, steps_like_one_process, UGLY, ranks != 2, {}, folder=tmp_path):
+    for wrong in run(ranks, steps_like_one_process, {}, folder=tmp_path):
         assert wrong == []
 
 
@@ -66,7 +67,7 @@ def test_settings_and_inputs_of_all_kinds_have_the_bits_of_one_process(tmp_path:
         "state_dtype": torch.float32,
         "nonfinite": "ignore",  # each bucket is stepped while the next are under way
     }
-    for wrong in run(2, steps_like_one_process, UGLY, False, settings, folder=tmp_path):
+    for wrong in run(2, steps_like_one_process, settings, folder=tmp_path):
         assert wrong == []
 
 
@@ -84,12 +85,28 @@ def accumulates() -> list[str]:
             if reduce == "backward":
                 assert all(p.grad is None for p in model.parameters() if p.numel())
             optimizer.step()
-            parts = [average(twin, ranks, 3 * turn + part) for part in (0, 1, 2)]
+            parts = [average(twin, ranks, 3 * turn + part, exact=True) for part in (0, 1, 2)]
             for param, *grads in zip(twin.parameters(), *parts, strict=True):
                 param.grad = grads[0] + grads[1] + grads[2]
             reference.step()
             wrong += [f"{reduce} {turn} {name}" for name in differing(model, twin)]
     return wrong
+
+
+def leaves_early() -> tuple[int, int]:
+    """Buckets, and how many are under way when those of two earlier passes have had time."""
+    model = Model(UGLY)
+    optimizer = ShardedAdamW(model.parameters(), reduce="backward", bucket_bytes=1 << 18)
+    for turn in range(3):
+        model.backward(gradients(model, dist.get_rank(), turn))
+        dist.barrier()
+        time.sleep(0.3)
+    return len(optimizer._shards.buckets), len(optimizer._gradients._flying)  # type: ignore[union-attr]
+
+
+def test_averages_are_taken_in_while_backward_passes_go_on(tmp_path: Path) -> None:
+    for buckets, flying in run(2, leaves_early, folder=tmp_path):
+        assert flying <= buckets
 
 
 def test_gradients_of_several_backward_passes_add_up(tmp_path: Path) -> None:
@@ -105,9 +122,9 @@ def no_cleared_gradients() -> list[str]:
         optimizer = ShardedAdamW(model.parameters(), reduce=reduce)
         reference = isokron.AdamW(twin.parameters())
         for turn in range(3):
-            model.backward(gradients(model, rank, turn))
+            model.backward(gradients(model, rank, turn, exact=True))
             optimizer.step()
-            twin.backward(list(average(twin, ranks, turn)))
+            twin.backward(list(average(twin, ranks, turn, exact=True)))
             reference.step()
         wrong += [f"{reduce} {name}" for name in differing(model, twin)]
     return wrong
@@ -402,9 +419,9 @@ def wide_sums() -> list[str]:
         settings: dict[str, Any] = {"reduce": reduce, "communication_dtype": torch.float32}
         optimizer = ShardedAdamW([p for p in model.all() if p.dtype is HALF], **settings)
         reference = isokron.AdamW([p for p in twin.all() if p.dtype is HALF])
-        model.backward(gradients(model, rank, 0, exact=False))
+        model.backward(gradients(model, rank, 0))
         optimizer.step()
-        every = [gradients(model, r, 0, exact=False) for r in range(ranks)]
+        every = [gradients(model, r, 0) for r in range(ranks)]
         for param, *grads in zip(twin.parameters(), *every, strict=True):
             param.grad = ((grads[0].float() + grads[1].float()) / 2).to(param.dtype)
         reference.step()
@@ -493,3 +510,33 @@ def forgotten() -> int:
 
 def test_an_optimizer_that_is_gone_leaves_parameters_alone(tmp_path: Path) -> None:
     assert run(1, forgotten, folder=tmp_path) == [0]
+
+
+def stalled() -> None:
+    rank = dist.get_rank()
+    model = Model(UGLY)
+    settings: dict[str, Any] = {"reduce": "backward", "bucket_bytes": 1 << 18, "timeout": 2.0}
+    optimizer = ShardedAdamW(model.parameters(), **settings)
+    if rank:
+        time.sleep(20)
+    model.backward(gradients(model, rank, 0))
+    optimizer.step()
+
+
+def test_a_rank_that_does_not_come_ends_the_others_in_time(tmp_path: Path) -> None:
+    first, _ = outcomes(2, stalled, folder=tmp_path, seconds=7)
+    assert "within 2 s" in str(first)
+
+
+def half_way() -> None:
+    """This rank has sent its gradients; the other never does."""
+    ranks = ranks_of("a test", timeout=2.0)
+    if ranks.rank:
+        time.sleep(20)
+    bucket = lay_out([Sheet((100,), 4)], 2, 1000)[0]
+    begin_reduce(ranks, bucket, {0: torch.ones(100)}, torch.empty(0)).average()
+
+
+def test_waiting_for_gradients_ends_in_time(tmp_path: Path) -> None:
+    first, _ = outcomes(2, half_way, folder=tmp_path, seconds=6)
+    assert "within 2 s" in str(first)

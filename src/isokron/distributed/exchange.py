@@ -1,4 +1,7 @@
-"""How a bucket travels: gradients to the owners of their pieces, and pieces back to everybody."""
+"""How a bucket travels: gradients to the owners of their pieces, and pieces back to everybody.
+
+A reduce_scatter and an all_gather, both under way while others do something else.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +19,7 @@ class Reducing:
     """A bucket of gradients on its way to the owners of the pieces."""
 
     bucket: Bucket
-    own: Tensor  # [section]
+    arriving: Tensor  # [section], the sum; or [R, section], what is to be added, by rank
     whole: Tensor  # [R·section]; kept until all of it is sent
     pending: Pending
 
@@ -24,9 +27,13 @@ class Reducing:
         return bool(self.pending.work.is_completed())
 
     def average(self) -> Tensor:
-        """This rank's section of Σᵣ gᵣ / R. [section]"""
+        """This rank's section of (g₀ + g₁ + …)/R. [section]"""
         self.pending.wait()
-        return self.own.div_(self.pending.ranks.size)
+        rows = self.arriving.unbind() if self.arriving.ndim == 2 else [self.arriving]
+        total = rows[0] + rows[1] if len(rows) > 1 else rows[0]
+        for row in rows[2:]:
+            total += row
+        return total.div_(self.pending.ranks.size)
 
 
 def begin_reduce(
@@ -54,9 +61,16 @@ def begin_reduce(
         torch._foreach_copy_(to, of)
     for rank, end in enumerate(ends):
         whole[rank * bucket.section + end : (rank + 1) * bucket.section].zero_()
-    own = like.new_empty(bucket.section)
-    pending = ranks.reduce_scatter_into(own, whole, dist.ReduceOp.SUM)
-    return Reducing(bucket, own, whole, pending)
+    if whole.device.type != "cpu":
+        own = like.new_empty(bucket.section)
+        pending = ranks.reduce_scatter_into(own, whole, dist.ReduceOp.SUM)
+        return Reducing(bucket, own, whole, pending)
+    # gloo's own is an all_reduce of everything, of which the end cannot be asked for or limited in
+    # time; sections to their owners, added there in the order of ranks, are half of the bytes
+    rows = like.new_empty(ranks.size, bucket.section)
+    sizes = [bucket.section] * ranks.size
+    pending = ranks.all_to_all_into(rows.view(-1), whole, sizes, sizes)
+    return Reducing(bucket, rows, whole, pending)
 
 
 @dataclass(frozen=True)
