@@ -147,9 +147,12 @@ def unusual_parameters() -> list[str]:
         assert model.p11 not in optimizer.state
         reference = isokron.AdamW(twin.parameters())
         for turn in range(5):
-            if turn == 3:
-                for each in (model, twin):
+            for each in (model, twin):
+                if turn == 1:
+                    each.p4.data.mul_(0.5)
+                if turn == 3:
                     each.p11.requires_grad_(True)
+                if turn == 4:
                     each.p6.data = each.p6.data.clone()
             absent = {0: {5, 8}, 1: {5}, 2: set(range(12)) - {5}, 3: {0}, 4: set()}[turn]
             absent |= {11} if turn < 3 else set()
