@@ -14,13 +14,12 @@ import torch
 from torch import distributed as dist
 
 SECONDS = 120.0
-# forked from a server that has imported all this, a rank starts in a few milliseconds; torch's
-# optimizers import torch._dynamo in their first step, which takes each rank seconds
+# forked from a server that has imported all this, a rank starts in a few milliseconds
 _PRELOADED = [
     "torch",
-    "torch._dynamo",
+    "torch._dynamo",  # every optimizer's constructor imports it
     "torch.distributed.fsdp",
-    "torch.distributed.checkpoint",
+    "torch.distributed.checkpoint.state_dict",
     "isokron.optim",
 ]
 

@@ -8,6 +8,7 @@ from isokron.optim.natural import NaturalGradient
 from isokron.optim.quad import Quad
 from isokron.optim.routing import param_groups
 from isokron.optim.shampoo import Shampoo
+from isokron.optim.sharded import ShardedAdamW
 from isokron.optim.sign import SignDescent
 from isokron.optim.skew import Skew
 from isokron.optim.soap import SOAP
@@ -21,6 +22,7 @@ __all__ = [
     "Preconditioned",
     "Quad",
     "Shampoo",
+    "ShardedAdamW",
     "SignDescent",
     "Skew",
     "param_groups",
