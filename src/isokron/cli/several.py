@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
@@ -25,7 +26,8 @@ def join() -> None:
     _launched = join()
     if _launched is not None:
         if _launched.ranks.rank:
-            sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115: what all would print
+            # what all would print, one does
+            sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
         _launched.ranks.agree("the arguments of isokron", sys.argv[1:])
 
 

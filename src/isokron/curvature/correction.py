@@ -16,11 +16,12 @@ from isokron.linalg import eigh
 
 def decompose_(own: dict[str, Tensor], retries: Counter[str]) -> None:
     """EK-FAC: in the place of both sides their eigenbases; none of numbers of columns."""
-    # a side is gone before the next is decomposed
-    own["basis.output"] = eigh(own.pop("output"), retries)[1]
+    # a side is gone before the next is decomposed; products with a basis that lies in memory
+    # otherwise, as it does after a journey, round otherwise
+    own["basis.output"] = eigh(own.pop("output"), retries)[1].contiguous()
     inputs = own.pop("input")
     if inputs.ndim == 3:
-        own["basis.input"] = eigh(inputs, retries)[1]
+        own["basis.input"] = eigh(inputs, retries)[1].contiguous()
 
 
 def correct_(

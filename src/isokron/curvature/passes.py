@@ -54,7 +54,7 @@ class Passes:
 
         `after`: called at the end of a batch, which may have had many passes back.
         """
-        generator = torch.Generator()
+        generator = torch.Generator().manual_seed(self.seed)
         terms, seen, mixed = 0.0, set[str](), set[str]()
 
         def sink(event: Event) -> None:
@@ -72,7 +72,8 @@ class Passes:
         watcher = Watcher(self.sites, sink, self.batch_dim)
         with _frozen(self.model), torch.enable_grad():
             for number, batch in enumerate(self.batches, self.part or 0):
-                generator.manual_seed(_mixed(self.seed, number))
+                if self.part is not None:
+                    generator.manual_seed(_mixed(self.seed, number))
                 watcher.calls.clear()
                 self.head = None
                 with watcher, self.heads:

@@ -68,7 +68,7 @@ class Ranks:
     def all_gather_into(self, everything: Tensor, tensor: Tensor) -> "Pending":
         """Begin to fill `everything`, [R, ...], with the tensors of all."""
         self.traffic.sent += _bytes(tensor) * (self.size - 1)
-        work = dist.all_gather_into_tensor(
+        work = dist.all_gather_single(
             everything.view(-1), tensor.contiguous().view(-1), group=self.group, async_op=True
         )
         return Pending(work, "all_gather", self)
@@ -84,7 +84,7 @@ class Ranks:
     def reduce_scatter_into(self, own: Tensor, tensor: Tensor, op: Any) -> "Pending":
         """Begin to fill `own`, [n], with this rank's part of everybody's sum of `tensor`, [R·n]."""
         self.traffic.sent += _bytes(own) * (self.size - 1)
-        work = dist.reduce_scatter_tensor(own, tensor, op, group=self.group, async_op=True)
+        work = dist.reduce_scatter_single(own, tensor, op, group=self.group, async_op=True)
         return Pending(work, "reduce_scatter", self)
 
     def all_to_all_into(
