@@ -33,6 +33,14 @@ from processes import outcomes, run
 sys.path.insert(0, str(Path(__file__).parents[1] / "attribution"))
 from letters import Model, subject
 
+
+@pytest.fixture(autouse=True)
+def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is changed here, in this process as in others, is as before when a test ends."""
+    monkeypatch.setattr(subjects, "PASS", subjects.PASS)
+    monkeypatch.setattr(folding, "KEPT", folding.KEPT)
+
+
 FITS = {
     "kfac": Fit("kfac"),
     "reduced": Fit("kfac", sharing="reduce", examples=29),

@@ -63,4 +63,5 @@ def leave(code: int) -> NoReturn:
         _launched.leave()
         sys.exit(0)
     sys.stderr.flush()
+    _launched.give_up()
     os._exit(code)  # others may wait in what this one has left: nothing is to be waited for

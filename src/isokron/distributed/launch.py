@@ -1,7 +1,9 @@
 """A process that torchrun started joins the others, and leaves with them."""
 
 import os
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -15,7 +17,8 @@ from isokron.distributed.team import Elsewhere
 
 TIMEOUT = 3600.0  # seconds: one rank may train or write while all others wait
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-COMPLAINTS = "isokron/complaints"
+COMPLAINTS, ENDED = "isokron/complaints", "isokron/ended"
+LINGER = 5.0  # seconds
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +37,17 @@ class Launched:
             return self.store.add(COMPLAINTS, 1) == 1
         except RuntimeError:  # whoever kept the store is gone
             return True
+
+    def give_up(self) -> None:
+        """After an error. The store of ranks that were started by hand lives in the first of them,
+        which stays a moment until the others have asked whether they are to speak."""
+        with suppress(RuntimeError):
+            self.store.add(ENDED, 1)
+            if self.ranks.rank or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+                return
+            end = time.monotonic() + LINGER
+            while self.store.add(ENDED, 0) < self.ranks.size and time.monotonic() < end:
+                time.sleep(0.05)
 
     def leave(self) -> None:
         """When all have done their work."""
