@@ -7,6 +7,7 @@ from dataclasses import replace
 import typer
 
 from isokron.cli import options as o
+from isokron.cli import several
 from isokron.cli.errors import reported
 from isokron.cli.score import show
 from isokron.cli.sources import Source, open_run
@@ -92,7 +93,8 @@ def attribute(
                 with in_turn(opened.ranks, "writing the page"):
                     page = report(run, top=top) if opened.leads else run / PAGE
             except KeyboardInterrupt:
-                typer.echo("Interrupted: the same command goes on from here.", err=True)
+                if several.leads():
+                    typer.echo("Interrupted: the same command goes on from here.", err=True)
                 raise typer.Exit(130) from None
     show(answers)
     typer.echo(f"\nPage: {page.resolve()}")
