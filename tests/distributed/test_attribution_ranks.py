@@ -25,6 +25,7 @@ from isokron.attribution import (
     write_self,
 )
 from isokron.attribution import subject as subjects
+from isokron.curvature import fit as fit_curvature
 from isokron.curvature import folding
 from isokron.curvature.division import SEGMENTS, Division, Tree
 from isokron.distributed import Ranks
@@ -203,6 +204,17 @@ def test_an_error_of_one_rank_ends_all_at_once(verb: str, tmp_path: Path) -> Non
     assert "FloatingPointError" in kinds
     assert kinds <= {"Elsewhere", "FloatingPointError"}
     assert verb == "fit" or len(kinds) == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [({"policy": "all"}, "adds up parts of them"), ({"batches": iter(())}, "must have a length")],
+)
+def test_what_cannot_be_divided_is_refused(given: dict[str, object], message: str) -> None:
+    own = subject()
+    batches = given.pop("batches", [own.train.batch(torch.arange(4))])
+    with pytest.raises(ValueError, match=message):
+        fit_curvature(own.model, batches, own.loss, division=Division(), **given)
 
 
 def test_segments_are_added_in_one_order_however_they_are_divided() -> None:

@@ -89,6 +89,11 @@ def fit(
             f"policy={policy!r} keeps the gradients of all batches in their order, and a division "
             "adds up parts of them; use policy='none', or no division"
         )
+    if division is not None and not hasattr(batches, "__len__"):
+        raise ValueError(
+            "batches must have a length to be divided into segments, such as a list has, got "
+            f"{type(batches).__name__}; give such, or no division"
+        )
     division = division or Division(segments=1)
     sites = find_sites(model, layers, strict)
     count = length_hint(batches)
