@@ -240,6 +240,12 @@ def test_folders_that_are_no_runs_are_refused(tmp_path: Path) -> None:
         Run.begin(tmp_path, subject())
 
 
+def test_a_run_killed_as_it_began_is_begun_anew(tmp_path: Path) -> None:
+    for name in (".run.json.tmp", ".weights.safetensors.tmp", "weights.safetensors"):
+        (tmp_path / name).write_text("half of i")
+    assert Run.begin(tmp_path, subject()).record["stages"] == {}
+
+
 def test_curvature_may_be_that_of_some_examples(tmp_path: Path) -> None:
     some, all_of_them = (Run.begin(tmp_path / name, subject()) for name in ("some", "all"))
     found = fit(some, Fit(examples=8))

@@ -485,7 +485,7 @@ def refusals() -> None:
         {"lr": -1.0},
         {"timeout": 0},
     ):
-        with pytest.raises(ValueError, match=f"ShardedAdamW: {next(iter(wrong))} must be"):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
             ShardedAdamW(params, **wrong)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"pass model\.parameters"):
         ShardedAdamW(model)  # type: ignore[arg-type]

@@ -11,14 +11,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save
 from torch import Tensor
 
 from isokron.attribution.asking import Ask, Asker, Query
-from isokron.attribution.ranking import histogram, top
+from isokron.attribution.ranking import Top, histogram, top
 from isokron.attribution.run import Run
-from isokron.attribution.subject import shown_of
+from isokron.attribution.subject import Subject, shown_of
 from isokron.attribution.verbs import Progress, silent
+from isokron.distributed.team import gather, in_turn, share, together
 from isokron.files import write_atomically
 from isokron.tasks import Shown
 
@@ -86,31 +88,60 @@ def score(
     scores = found.of.sum(1) if found.layers else found.of
     together = asker.ask.mode != "individual"
     asked = [tuple(queries)] if together else [(query,) for query in queries]
+    best = [top(each, count) for each in scores]
+    tokens = _all_tokens(asker, asked, best, progress)
     each = []
     for k, some in enumerate(asked):
         layered = found.of[k] if found.layers else None
-        each.append(_answer(asker, some, scores[k], layered, count))
-        progress("answer", k + 1, len(asked))
+        each.append(_answer(asker.run.subject, some, scores[k], layered, best[k], tokens.get(k)))
     by_layer = found.of if found.layers else None
     name = name or _name(queries, asker.ask)
     names = tuple(query.name for query in queries)
     result = Answers(name, asker.ask, tuple(each), names, count, found.layers, scores, by_layer)
-    write(run, result)
+    with in_turn(run.ranks, "writing scores"):
+        if run.leads:
+            write(run, result)
     return result
 
 
-def _answer(
-    asker: Asker, queries: Sequence[Query], scores: Tensor, layered: Tensor | None, count: int
-) -> Answer:
-    best = top(scores, count)
-    edges, counts = histogram(scores)
+def _all_tokens(
+    asker: Asker, asked: Sequence[Sequence[Query]], best: Sequence[Top], progress: Progress
+) -> dict[int, Tensor]:
+    """By number of the query: scores of the tokens of its foremost examples, in their order; of
+    queries that stand alone, where examples have tokens. [examples, S]"""
+    subject, ranks = asker.run.subject, asker.run.ranks
+    own = share(ranks, len(asked))
+    found = {}
+    with together(ranks, "scoring tokens"):
+        for k in own:
+            numbers = _foremost(best[k])
+            if len(asked[k]) == 1 and all(shown_of(subject, n).tokens for n in numbers):
+                found[k] = torch.tensor(asker.token_scores(asked[k][0], numbers))
+            progress("answer", (k - own.start + 1) * len(asked) // len(own), len(asked))
+    if ranks is None:
+        return found
+    every = gather(ranks, {str(k): scores for k, scores in found.items()})
+    return {int(k): scores.cpu() for part in every for k, scores in part.items()}
 
-    subject = asker.run.subject
-    shown = {n: shown_of(subject, n) for pair in best for n in pair[0].tolist()}
+
+def _foremost(best: Top) -> list[int]:
+    """Each once."""
+    return list(dict.fromkeys(n for pair in best for n in pair[0].tolist()))
+
+
+def _answer(
+    subject: Subject,
+    queries: Sequence[Query],
+    scores: Tensor,
+    layered: Tensor | None,
+    best: Top,
+    by_token: Tensor | None,
+) -> Answer:
+    edges, counts = histogram(scores)
+    shown = {n: shown_of(subject, n) for n in _foremost(best)}
     tokens: dict[int, list[float]] = {}
-    if len(queries) == 1 and all(each.tokens for each in shown.values()):
-        rows = asker.token_scores(queries[0], list(shown))
-        tokens = dict(zip(shown, rows, strict=True))
+    if by_token is not None:
+        tokens = dict(zip(shown, by_token.tolist(), strict=True))
 
     def found(pair: tuple[Tensor, Tensor]) -> tuple[Found, ...]:
         return tuple(

@@ -15,8 +15,10 @@ from isokron.attribution.ranking import by_example
 from isokron.attribution.run import Run, check_same
 from isokron.attribution.scoring import MEMORY, Scores, score_data, score_store
 from isokron.attribution.storage.store import Store
+from isokron.attribution.subject import Counted
 from isokron.attribution.verbs import Build, Progress, encoding_of, fitted, silent
 from isokron.curvature import Curvature
+from isokron.distributed.team import share, side_by_side, together
 from isokron.tasks import Shown
 
 MODES = ("individual", "mean", "nearest")
@@ -134,8 +136,14 @@ class Asker:
         if self.ask.mode == "mean":
             rows = rows.mean(0, keepdim=True)
         unit, by_layer = self.ask.unit, self.ask.by_layer
-        found = score_store(self.store, rows, by_layer=by_layer, unit=unit, memory=self.memory)
-        return Scores(by_example(found.of, self.store), found.layers)
+        ranks = self.run.ranks
+        own = share(ranks, len(self.store.shards))
+        with together(ranks, "scoring shards"):
+            found = score_store(
+                self.store, rows, by_layer=by_layer, unit=unit, memory=self.memory, shards=own
+            )
+        scores = side_by_side(ranks, found.of)
+        return Scores(by_example(scores, self.store), found.layers)
 
     def _from_data(self, queries: Sequence[Query], progress: Progress) -> Scores:
         """As many queries to a pass as memory holds the gradients of."""
@@ -148,13 +156,25 @@ class Asker:
             if self.ask.mode == "mean":
                 own = {name: each.mean(0, keepdim=True) for name, each in own.items()}
             batches = subject.counted(lambda done, total: progress("score", done, total))
-            by_layer = self.ask.by_layer
-            parts.append(
-                score_data(
-                    subject.model, batches, subject.loss, subject.sites, own, by_layer=by_layer
-                )
-            )
+            parts.append(self._passed(batches, own))
         return Scores(torch.cat([part.of for part in parts]), parts[0].layers)
+
+    def _passed(self, batches: Counted, queries: dict[str, Tensor]) -> Scores:
+        """One pass over the data, which ranks share."""
+        subject, ranks, by_layer = self.run.subject, self.run.ranks, self.ask.by_layer
+        own = share(ranks, len(batches))
+        part = None if ranks is None else own.start
+        with together(ranks, "scoring examples"):
+            found = score_data(
+                subject.model,
+                batches[own.start : own.stop],
+                subject.loss,
+                subject.sites,
+                queries,
+                by_layer=by_layer,
+                part=part,
+            )
+        return Scores(side_by_side(ranks, found.of), found.layers)
 
     def token_scores(self, query: Query, examples: Sequence[int]) -> list[list[float]]:
         """Of every position of some training examples; they add up to the scores of examples."""

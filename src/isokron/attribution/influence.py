@@ -3,7 +3,7 @@
 H is the curvature, damped. Positive: a proponent. Koh & Liang 1703.04730, Grosse et al. 2308.03296.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -56,13 +56,12 @@ def encoded(encoding: Encoding, found: dict[str, Tensor]) -> Tensor:
 
 
 def on_oneself(
-    subject: Subject,
-    inverse: Curvature | None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    subject: Subject, inverse: Curvature | None, batches: Iterable[Any] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """⟨∇_t, H⁻¹∇_t⟩ of every training example, and its loss: [N] each. None for H = I."""
+    """⟨∇_t, H⁻¹∇_t⟩ of every training example, or of those in batches, and its loss: [N] each. None
+    for H = I."""
     found, losses = [], []
-    for batch in subject.counted(progress):
+    for batch in subject.batches() if batches is None else batches:
         own, of = gradients(subject.model, [batch], subject.loss, subject.sites)
         turned = own if inverse is None else preconditioned(inverse, own)
         total = torch.zeros_like(of)
@@ -70,4 +69,6 @@ def on_oneself(
             total += (each * turned[name]).flatten(1).sum(1)
         found.append(total)
         losses.append(of)
+    if not found:
+        return torch.empty(0), torch.empty(0)
     return torch.cat(found), torch.cat(losses)

@@ -19,12 +19,16 @@ import torch
 
 from isokron._version import __version__
 from isokron.attribution.subject import Subject
+from isokron.distributed import Ranks
+from isokron.distributed.team import in_turn
 from isokron.files import write_atomically
 
 logger = logging.getLogger(__name__)
 
 RECORD = "run.json"
 WEIGHTS = "weights.safetensors"
+# what may be there before run.json: weights, and what one that was killed had begun to write
+EARLY = (WEIGHTS, f".{WEIGHTS}.tmp", f".{RECORD}.tmp")
 FORMAT = "isokron run"
 VERSION = 1
 
@@ -35,14 +39,19 @@ class Run:
 
     folder: Path
     subject: Subject
+    ranks: Ranks | None = None
 
     @staticmethod
     def begin(
-        folder: str | Path, subject: Subject, source: Mapping[str, Any] | None = None
+        folder: str | Path,
+        subject: Subject,
+        source: Mapping[str, Any] | None = None,
+        ranks: Ranks | None = None,
     ) -> "Run":
         """Take up a run, or begin one. `source`: JSON-able, where model and data come from, by
-        which the run can be repeated; a run of another model or other data is refused."""
-        run = Run(Path(folder), subject)
+        which the run can be repeated; a run of another model or other data is refused. `ranks`:
+        processes that share the work, in a folder they all have."""
+        run = Run(Path(folder), subject, ranks)
         made_of = {
             "task": subject.task.name,
             "given": dict(source or {}),
@@ -50,21 +59,24 @@ class Run:
             "examples": len(subject.train),
             **subject.digests(),
         }
-        if not run._path.exists():
-            run.folder.mkdir(parents=True, exist_ok=True)
-            if any(path.name.lstrip(".") != WEIGHTS for path in run.folder.iterdir()):
-                raise ValueError(
-                    f"{folder} is neither empty nor a run, it has no {RECORD}; give a new folder"
-                )
-            run._write({"source": made_of, "stages": {}})
-        record = read_record(run.folder)
-        check_same(run.folder, "source", record["source"], made_of)
+        if ranks is not None:
+            ranks.agree("a run's model and data", made_of)
+        with in_turn(ranks, f"beginning {folder}"):
+            if not run._path.exists():
+                run._make(made_of)
+            record = read_record(run.folder)
+            check_same(run.folder, "source", record["source"], made_of)
         versions = {name: record[name] for name in versions_here()}
         if versions != versions_here():
             logger.warning(
                 "%s was begun with %s, and this is %s", folder, versions, versions_here()
             )
         return run
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process writes what is written once."""
+        return self.ranks is None or self.ranks.rank == 0
 
     @property
     def record(self) -> dict[str, Any]:
@@ -93,13 +105,24 @@ class Run:
 
     def enter(self, name: str, settings: Mapping[str, Any]) -> None:
         """Write down the settings of a stage before it begins; refuse others than those there."""
-        record = self.record
-        there = record["stages"].get(name)
-        if there is None:
-            record["stages"][name] = dict(settings)
-            self._write(record)
-        else:
-            check_same(self.folder, name, there, settings)
+        if self.ranks is not None:
+            self.ranks.agree(f"the settings of {name}", dict(settings))
+        with in_turn(self.ranks, f"entering {name}"):
+            record = self.record
+            there = record["stages"].get(name)
+            if there is None:
+                record["stages"][name] = dict(settings)
+                self._write(record)
+            else:
+                check_same(self.folder, name, there, settings)
+
+    def _make(self, made_of: Mapping[str, Any]) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if any(path.name not in EARLY for path in self.folder.iterdir()):
+            raise ValueError(
+                f"{self.folder} is neither empty nor a run, it has no {RECORD}; give a new folder"
+            )
+        self._write({"source": made_of, "stages": {}})
 
     def _write(self, record: Mapping[str, Any]) -> None:
         head = {"format": FORMAT, "version": VERSION, **versions_here()}

@@ -34,10 +34,11 @@ def score_store(
     by_layer: bool = False,
     unit: bool = False,
     memory: int = MEMORY,
+    shards: range | None = None,
 ) -> Scores:
     """⟨query, row⟩ of queries [Q, D] with all rows, read and multiplied block by block.
 
-    `unit`: both are scaled to length 1.
+    `unit`: both are scaled to length 1. `shards`: with the rows of these neighbours only.
     """
     if queries.ndim != 2 or queries.size(1) != store.width:
         raise ValueError(
@@ -48,9 +49,10 @@ def score_store(
         queries = normalized(queries)
     layers = tuple(column.layer for column in store.plan.columns) if by_layer else ()
     parts = [store.columns(layer) for layer in layers] or [slice(None)]
-    result = torch.empty(len(queries), len(parts), len(store))
-    for first, block in store.blocks(memory):
-        rows = block.float()
+    start, stop = (0, len(store)) if shards is None else store.span(shards)
+    result = torch.empty(len(queries), len(parts), stop - start)
+    for number, block in store.blocks(memory, shards):
+        first, rows = number - start, block.float()
         lengths = _length(rows)[:, 0] if unit else None
         for k, part in enumerate(parts):
             own = queries[:, part] @ rows[:, part].mT
@@ -69,11 +71,13 @@ def score_data(
     by_layer: bool = False,
     tokens: bool = False,
     dtype: torch.dtype = torch.float32,
+    part: int | None = None,
 ) -> Scores:
     """⟨V_q, ∇_t⟩ of matrices V by layer, [Q, B, o, i], with the gradients of all examples.
 
     `tokens`: by position, [Q, N, S] in the place of [Q, N], which all batches have as many of.
-    Gradients of examples are made where that is less work than ⟨V, Σ_s g̃āᵀ⟩ = Σ_s g̃ᵀVā.
+    Gradients of examples are made where that is less work than ⟨V, Σ_s g̃āᵀ⟩ = Σ_s g̃ᵀVā. `part`:
+    the batches are some of all, maybe none, from this number on.
     """
     recorded = Recorded(loss)
     batch: dict[str, Tensor] = {}
@@ -89,9 +93,14 @@ def score_data(
             found = [each for each in found if each.size(2) == most]
         done.append(torch.stack(found, 1) if by_layer else torch.stack(found).sum(0))
 
-    passes = Passes(model, batches, recorded, "empirical", dtype, 0, sites, 0, masks=False)
+    passes = Passes(
+        model, batches, recorded, "empirical", dtype, 0, sites, 0, masks=False, part=part
+    )
     passes.over(fold, after)
     layers = tuple(site.name for site in sites)
+    if not done:
+        count = len(next(iter(queries.values())))
+        done.append(torch.empty(count, len(layers), 0) if by_layer else torch.empty(count, 0))
     return Scores(torch.cat(done, 2 if by_layer else 1), layers if by_layer else ())
 
 

@@ -97,23 +97,39 @@ def spread(total: int, count: int) -> Tensor:
 
 
 class Counted:
-    """Batches of a subject's training examples, to be gone over any number of times."""
+    """Batches of a subject's training examples, to be gone over any number of times. `of`: of how
+    many examples these are a share, whose progress stands for that of all."""
 
     def __init__(
-        self, subject: Subject, numbers: Tensor, progress: Callable[[int, int], None]
+        self,
+        subject: Subject,
+        numbers: Tensor,
+        progress: Callable[[int, int], None],
+        of: int | None = None,
     ) -> None:
         self.subject, self.numbers, self.progress = subject, numbers, progress
+        self.of = len(numbers) if of is None else of
 
     def __len__(self) -> int:
         return -(-len(self.numbers) // self.subject.batch_size)
 
+    def __getitem__(self, some: slice) -> "Counted":
+        """Some of the batches, which are the same as among all."""
+        first, last, _ = some.indices(len(self))
+        size = self.subject.batch_size
+        return Counted(
+            self.subject, self.numbers[first * size : last * size], self.progress, self.of
+        )
+
     def __iter__(self) -> Iterator[Any]:
         done, total = 0, len(self.numbers)
-        self.progress(0, total)
-        for some in self.numbers.split(self.subject.batch_size):
+        self.progress(0, self.of)
+        for some in self.numbers.split(self.subject.batch_size) if total else ():
             yield self.subject.train.batch(some)
             done += len(some)
-            self.progress(done, total)
+            self.progress(done * self.of // total, self.of)
+        if not total:
+            self.progress(self.of, self.of)
 
 
 def display(shown: Shown) -> Display:

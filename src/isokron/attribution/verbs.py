@@ -13,6 +13,8 @@ from isokron.attribution.sides import check_separable
 from isokron.attribution.storage.store import Store
 from isokron.curvature import Curvature
 from isokron.curvature import fit as fit_curvature
+from isokron.curvature.division import Division
+from isokron.distributed.team import in_turn, team
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Progress = Callable[[str, int, int], None]  # stage, examples done, of how many
@@ -72,7 +74,10 @@ def fit(run: Run, settings: Fit | None = None, progress: Progress = silent) -> C
             f"examples to fit must be from 1 to the {len(subject.train)} of the run, got {count}"
         )
     run.enter("fit", asdict(settings))
-    if (run.curvature / "curvature.json").exists():
+    there = (run.curvature / "curvature.json").exists()
+    if run.ranks is not None:
+        run.ranks.agree("whether the curvature is there", there)
+    if there:
         return Curvature.load(run.curvature, subject.model)
     batches = subject.counted(lambda done, total: progress("fit", done, total), count)
     found = fit_curvature(
@@ -84,8 +89,11 @@ def fit(run: Run, settings: Fit | None = None, progress: Progress = silent) -> C
         sharing=settings.sharing,
         layers=subject.layers or None,
         seed=settings.seed,
+        division=Division(team(run.ranks)),
     )
-    found.save(run.curvature)
+    with in_turn(run.ranks, "saving the curvature"):
+        if run.leads:
+            found.save(run.curvature)
     return found
 
 
@@ -106,13 +114,7 @@ def build(
         check_separable(known["method"])
     how = encoding_of(run, settings)
     run.enter("build", asdict(settings))
-    subject, total, done = run.subject, len(run.subject.train), 0
-
-    def advance(count: int) -> None:
-        nonlocal done
-        done += count
-        progress("build", done, total)
-
+    subject, total = run.subject, len(run.subject.train)
     return build_store(
         run.gradients,
         subject.model,
@@ -128,7 +130,8 @@ def build(
         batch_size=subject.batch_size,
         per_shard=per_shard,
         memory=memory,
-        progress=advance,
+        progress=lambda done: progress("build", done, total),
+        ranks=run.ranks,
     )
 
 

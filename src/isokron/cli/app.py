@@ -10,10 +10,11 @@ from typing import Annotated, NoReturn
 import typer
 
 from isokron._version import __version__
+from isokron.cli import several
 from isokron.cli.attribute import attribute
 from isokron.cli.build import build
 from isokron.cli.demo import demo
-from isokron.cli.errors import complain
+from isokron.cli.errors import complain, reported
 from isokron.cli.evaluate import evaluate
 from isokron.cli.fit import fit
 from isokron.cli.info import info
@@ -70,11 +71,13 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
+    call: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    pass
+    with reported(2):
+        several.check_shared(call.invoked_subcommand)
 
 
 def main() -> NoReturn:
@@ -91,12 +94,16 @@ def main() -> NoReturn:
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
+        with reported(2):
+            several.join()
         code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
     except KeyboardInterrupt:
         code = complain("interrupted", 130)
+    except typer.Exit as stopped:
+        code = stopped.exit_code
     except Exception as error:
         # typer's own complaints about the call; its exception class has moved between versions
         if not hasattr(error, "format_message"):
             raise
         code = complain(error.format_message(), 2)
-    sys.exit(code if isinstance(code, int) else 0)
+    several.leave(code if isinstance(code, int) else 0)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import typer
 
 from isokron.cli import options as o
+from isokron.cli import several
 from isokron.cli.errors import reported
 from isokron.cli.score import show
 from isokron.cli.sources import Source, open_run
@@ -81,15 +82,19 @@ def attribute(
             queries = read_queries(opened.subject.task, query)
         with reported(1):
             from isokron.attribution import build, fit, report, score
+            from isokron.attribution.page.report import PAGE
+            from isokron.distributed.team import in_turn
 
             try:
                 fit(opened, fitting, stages)
                 if not no_store:
                     build(opened, storing, stages, budget)
                 answers = score(opened, queries, ask, count=top, progress=stages, memory=budget)
-                page = report(run, top=top)
+                with in_turn(opened.ranks, "writing the page"):
+                    page = report(run, top=top) if opened.leads else run / PAGE
             except KeyboardInterrupt:
-                typer.echo("Interrupted: the same command goes on from here.", err=True)
+                if several.leads():
+                    typer.echo("Interrupted: the same command goes on from here.", err=True)
                 raise typer.Exit(130) from None
     show(answers)
     typer.echo(f"\nPage: {page.resolve()}")

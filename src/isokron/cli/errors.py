@@ -10,10 +10,13 @@ from pathlib import Path
 
 import typer
 
+from isokron.cli import several
 
-def complain(message: str, code: int) -> int:
-    """Say what is wrong in one line; returns the exit code."""
-    typer.echo(f"isokron: error: {' '.join(message.split())}", err=True)
+
+def complain(message: str, code: int, error: BaseException | None = None) -> int:
+    """Say what is wrong in one line, by one of several processes; returns the exit code."""
+    if several.speaks(error):
+        typer.echo(f"isokron: error: {' '.join(message.split())}", err=True)
     return code
 
 
@@ -34,7 +37,8 @@ def reported(code: int) -> Iterator[None]:
         message = str(error) if known and str(error) else f"{type(error).__name__}: {error}"
         message += _place(error)
         # a package that is not installed is not the call's fault
-        raise typer.Exit(complain(message, 1 if isinstance(error, ImportError) else code)) from None
+        code = 1 if isinstance(error, ImportError) else code
+        raise typer.Exit(complain(message, code, error)) from None
 
 
 def _place(error: Exception) -> str:

@@ -33,6 +33,7 @@ def repeat(
         asked = read_answers(run) if any((run / "scores").glob("*.json")) else []
     with watched() as watcher, reported(1):
         from isokron.attribution import Ask, Build, Fit, build, fit, read_queries, report, score
+        from isokron.distributed.team import in_turn
 
         again, stages = open_run(out, watcher, recorded(record)), record["stages"]
         progress = Stages(watcher)
@@ -44,6 +45,7 @@ def repeat(
             queries = read_queries(again.subject.task, each["queries"])
             ask, count = Ask(**each["ask"]), each["count"]
             score(again, queries, ask, count=count, name=each["name"], progress=progress)
-        if (run / "report.html").exists():
-            report(out)
+        with in_turn(again.ranks, "writing the page"):
+            if again.leads and (run / "report.html").exists():
+                report(out)
     typer.echo(f"Repeated {run} in {out}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from isokron.cli import options as o
+from isokron.cli import several
 from isokron.cli.errors import reported
 
 
@@ -19,6 +20,9 @@ def report(run: o.RunFolder, top: o.Top = 10) -> None:
     """
     with reported(2):
         from isokron.attribution import report as reporting
+        from isokron.attribution.page.report import PAGE
+        from isokron.distributed.team import in_turn
 
-        path = reporting(run, top=top)
+        with in_turn(several.ranks(), "writing the page"):
+            path = reporting(run, top=top) if several.leads() else run / PAGE
     typer.echo(f"Page: {path.resolve()}")

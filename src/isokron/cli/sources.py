@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from isokron.cli import several
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
@@ -119,6 +121,7 @@ def open_run(folder: Path, watcher: Watcher, given: Source | None = None) -> Run
     """The run in a folder; what is `given` must be what it was begun with, or begins it."""
     from isokron.attribution import Run, Subject
     from isokron.attribution.run import RECORD, check_same, read_record
+    from isokron.distributed.team import in_turn
 
     if (folder / RECORD).exists():
         there = recorded(read_record(folder))
@@ -129,10 +132,11 @@ def open_run(folder: Path, watcher: Watcher, given: Source | None = None) -> Run
         raise ValueError(f"no run in {folder}; begin one with isokron fit or isokron attribute")
     given.check()
     task = given.load_task()
-    subject: Subject = Subject(
-        task, given.load_model(task, folder, watcher), given.layers, given.examples
-    )
-    return Run.begin(folder, subject, asdict(given))
+    ranks = several.ranks()
+    with in_turn(ranks, "loading or training the model"):
+        model = given.load_model(task, folder, watcher)
+    subject: Subject = Subject(task, model, given.layers, given.examples)
+    return Run.begin(folder, subject, asdict(given), ranks)
 
 
 def recorded(record: dict[str, Any]) -> Source:

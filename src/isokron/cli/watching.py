@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from isokron.cli import several
+
 if TYPE_CHECKING:
     from isokron.training import Watcher
 
@@ -22,11 +24,14 @@ UNITS = {"answer": "query", "retrain": "model", "compress": "part"}
 
 @contextmanager
 def watched() -> Iterator[Watcher]:
-    """On stderr, for as long as it lasts."""
+    """On stderr, for as long as it lasts; by one of several processes."""
     from rich.console import Console
 
-    from isokron.training import Bar, Lines
+    from isokron.training import Bar, Lines, Silent
 
+    if not several.leads():
+        yield Silent()
+        return
     console = Console(stderr=True)
     if console.is_terminal:
         with Bar(console) as bar:

@@ -1,23 +1,25 @@
 """A model and data become curvature: one operator a layer."""
 
+import json
 from collections import Counter
 from collections.abc import Iterable
 from operator import length_hint
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from isokron.curvature import heads, statistics
-from isokron.curvature.columns import Policy
+from isokron.curvature.columns import Columns, Policy
+from isokron.curvature.correction import correct_, decompose_
 from isokron.curvature.curvature import Curvature
-from isokron.curvature.folding import Folding, Kept, check_finite
+from isokron.curvature.division import Division, owners
+from isokron.curvature.folding import Folding, means
 from isokron.curvature.layer import Layer
 from isokron.curvature.likelihoods import Likelihood, Loss
-from isokron.curvature.passes import Passes
+from isokron.curvature.passes import Passes, check
+from isokron.curvature.settling import settled, shared, total
 from isokron.curvature.sites import Site, find_sites
-from isokron.curvature.statistics import Sums, Uses
-from isokron.linalg import eigh
+from isokron.curvature.statistics import Sums
 
 METHODS = ("kfac", "ekfac", "tkfac", "shampoo")
 FISHERS = ("empirical", "sampled", "exact")
@@ -42,6 +44,7 @@ def fit(
     t_max: int = 8192,
     store: str = "auto",
     store_dtype: torch.dtype | None = None,
+    division: Division | None = None,
 ) -> Curvature:
     """The Fisher of a model's layers, F ≈ Σ ∇∇ᵀ / M over examples, M the terms of the loss.
 
@@ -60,6 +63,9 @@ def fit(
     more than 16384 outputs ("hybrid"), or while T ≤ rho·o and T ≤ t_max ("auto"). `store`: they are
     kept on the model's device, on the "host", or on the device up to 500 MB ("auto");
     `store_dtype`: in float32, bfloat16 or float16, by default in `dtype`.
+
+    `division`: sums are made in an order that is the same on one process and on many, which then
+    share the batches: these must have a length, and slices if there are many.
     """
     _check(method=(method, METHODS), fisher=(fisher, FISHERS), sharing=(sharing, SHARINGS))
     if fisher != "empirical" and not isinstance(loss, Likelihood):
@@ -78,14 +84,43 @@ def fit(
             f"policy={policy!r} keeps gradients in place of the output side, and method='ekfac' "
             "needs all eigenvectors of it; use policy='none', or method='kfac'"
         )
+    if division is not None and policy != "none":
+        raise ValueError(
+            f"policy={policy!r} keeps the gradients of all batches in their order, and a division "
+            "adds up parts of them; use policy='none', or no division"
+        )
+    if division is not None and not hasattr(batches, "__len__"):
+        raise ValueError(
+            "batches must have a length to be divided into segments, such as a list has, got "
+            f"{type(batches).__name__}; give such, or no division"
+        )
+    division = division or Division(segments=1)
     sites = find_sites(model, layers, strict)
-    folding = Folding(sites, method, fisher, sharing, keeping, length_hint(batches))
-    passes = Passes(model, batches, loss, fisher, dtype, seed, sites, batch_dim)
-    terms = passes.over(folding.take, folding.end)
-    found = folding.finished(terms)
-    retries: dict[str, Counter[str]] = {site.name: Counter() for site in sites}
+    count = length_hint(batches)
+    first, own = division.part(batches)
+    folding = Folding(sites, method, fisher, sharing, keeping, count, division)
+    part = first if division.segments > 1 else None
+    passes = Passes(model, own, loss, fisher, dtype, seed, sites, batch_dim, part=part)
+    with division.together("a pass over the data"):
+        passes.over(folding.take, lambda: folding.end(passes.count))
+        tree = folding.segments.finish()
+    terms = total(division, tree)
+    check(terms, [])
+    device = next(model.parameters()).device
+    layers_of = owners({site.name: _cost(site) for site in sites}, division.size)
+    sums = settled(division, tree, layers_of, device)
+    retries = {name: Counter[str]() for name in sums}
+    with division.together("the statistics of layers"):
+        check(terms, [name for name in sums if not _seen(sums[name])])
+        found = {}
+        for name in list(sums):
+            found[name] = means(name, sums.pop(name), terms)
+            if method == "ekfac" and "output" in found[name]:
+                decompose_(found[name], retries[name])
+    found = shared(division, found, layers_of, device)
     if method == "ekfac":
-        _correct_(found, sites, passes, folding.kept, terms, retries)
+        correct_(found, sites, passes, folding, terms, layers_of)
+    tried = _all_of(division, retries)
     return Curvature(
         [
             Layer(
@@ -96,58 +131,30 @@ def fit(
                 found[site.name],
                 policy,
                 terms,
-                dict(retries[site.name]),
+                tried[site.name],
             )
             for site in sites
         ]
     )
 
 
-def _correct_(
-    found: dict[str, dict[str, Tensor]],
-    sites: list[Site],
-    passes: Passes,
-    kept: Kept,
-    terms: float,
-    retries: dict[str, Counter[str]],
-) -> None:
-    """EK-FAC: in the place of both sides their eigenbases, and Λ, of a second look at the data."""
-    bases = {}
-    for site in sites:
-        if site.view.kind != "diagonal":
-            own = found[site.name]
-            # a side is gone before the next is decomposed
-            sides = own.pop("output"), own.pop("input")
-            bases[site.name] = _bases(sides, retries[site.name])
-    sums = {name: Sums() for name in bases}
-
-    def take(site: Site, uses: Uses) -> None:
-        if uses.kind == "softmax":
-            heads.eigenvalues_(sums[site.name], uses, bases[site.name])
-        elif site.name in bases:
-            statistics.eigenvalues_(sums[site.name], uses, bases[site.name], site.columns)
-
-    if kept.uses is None:
-        passes.over(take)
-    else:
-        with passes.plain():
-            for site, uses in kept.uses:
-                take(site, uses)
-    for name, (left, right) in bases.items():
-        by_column = "columns" in sums[name]
-        values = sums[name]["columns"].mT if by_column else sums[name]["eigenvalues"]
-        found[name]["eigenvalues"] = (values / terms).contiguous()
-        found[name]["basis.output"] = left
-        if right is not None:
-            found[name]["basis.input"] = right
-        check_finite(name, found[name])
+def _all_of(division: Division, retries: dict[str, Counter[str]]) -> dict[str, dict[str, int]]:
+    """Everybody's retries, by layer."""
+    own = {name: dict(counts) for name, counts in retries.items()}
+    if division.workers is None:
+        return own
+    every = [json.loads(text) for text in division.workers.texts(json.dumps(own))]
+    return {name: counts for each in every for name, counts in each.items()}
 
 
-def _bases(sides: tuple[Tensor, Tensor], retries: Counter[str]) -> tuple[Tensor, Tensor | None]:
-    """Eigenbases of both sides; None for inputs that are numbers of columns."""
-    output, inputs = sides
-    left = eigh(output, retries)[1]
-    return left, eigh(inputs, retries)[1] if inputs.ndim == 3 else None
+def _seen(sums: Sums) -> bool:
+    return bool(sums) or (isinstance(sums, Columns) and any(sums.rows.values()))
+
+
+def _cost(site: Site) -> float:
+    """Of eigenvectors, but for a factor."""
+    blocks, outputs, inputs = site.layout.shape
+    return blocks * (outputs**3 + (inputs**3 if site.view.kind == "dense" else inputs))
 
 
 def _check(**given: tuple[str, tuple[str, ...]]) -> None:

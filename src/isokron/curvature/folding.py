@@ -8,17 +8,24 @@ from torch import Tensor
 
 from isokron.curvature import heads, statistics
 from isokron.curvature.columns import Columns, Policy
+from isokron.curvature.division import Division, Segments
 from isokron.curvature.sites import Site
-from isokron.curvature.statistics import Uses, either, mirrored, reduced
+from isokron.curvature.statistics import Sums, Uses, either, mirrored, reduced
 
 KEPT = 2**24  # bytes of inputs and gradients that are kept for a second look, to save a second pass
 
+Layers = dict[str, Sums]  # by name
+TERMS = ".."  # no layer's name, under which the loss terms are counted
+
 
 class Kept:
-    """Uses of all batches, to be looked at again; `uses` is None where they are too many."""
+    """Uses of a segment's batches, to be looked at again; `uses` is None where they are too many.
 
-    def __init__(self, batches: int) -> None:
-        self.batches = batches  # 0 where their number is not known
+    That is for the segment to say alone: its bits are not to depend on who has which others.
+    """
+
+    def __init__(self, batches: int, most: int) -> None:
+        self.batches, self.most = batches, most  # 0 where their number is not known; bytes
         self.uses: list[tuple[Site, Uses]] | None = []
         self.size, self.done = 0, 0
 
@@ -27,7 +34,7 @@ class Kept:
             return
         self.size += uses.inputs.nbytes + uses.grads.nbytes
         # what will not all fit is dropped at once, and not when half of the data are held
-        if self.size > KEPT or self.size * self.batches > KEPT * (self.done + 1):
+        if self.size > self.most or self.size * self.batches > self.most * (self.done + 1):
             self.uses = None
             return
         # a copy of inputs, for they may lie in memory that the next batch writes to
@@ -45,18 +52,29 @@ class Folding:
         sharing: str,
         policy: Policy,
         batches: int,
+        division: Division,
     ) -> None:
         self.method, self.fisher, self.sharing = method, fisher, sharing
-        self.sums = {site.name: Columns(policy) for site in sites}
         self.waiting: dict[str, tuple[Site, Uses]] = {}
-        self.kept = Kept(batches)
+        self.division, self.batches = division, batches
+        self.kept: list[Kept] = []
+        names = [site.name for site in sites]
+
+        def fresh() -> Layers:
+            segment = len(self.kept) + (division.own().start)
+            count = division.end(segment, batches) - division.end(segment - 1, batches)
+            self.kept.append(Kept(count, KEPT // division.segments))
+            return {TERMS: Sums(), **{name: Columns(policy) for name in names}}
+
+        known = batches if division.segments > 1 else 0
+        self.segments = Segments(division, known, fresh, added)
 
     def take(self, site: Site, uses: Uses) -> None:
         """The uses of one layer in one backward pass, or in place of all of them, of a softmax."""
-        own = self.sums[site.name]
+        own = self.segments.now[site.name]
         by_sides = self.method in ("kfac", "ekfac")
         if uses.kind == "softmax":
-            self.kept.uses = None
+            self.kept[-1].uses = None
             if by_sides:
                 heads.covariance_(own, uses)
                 self.waiting[site.name] = site, uses
@@ -77,26 +95,37 @@ class Folding:
         else:
             statistics.gradients_(own, uses, site.columns)
         if self.method == "ekfac" and uses.kind != "diagonal":
-            self.kept.add(site, uses)
+            self.kept[-1].add(site, uses)
 
-    def end(self) -> None:
+    def end(self, terms: float) -> None:
         """Of a batch. Inputs count once, however many passes went back from them."""
-        self.kept.done += 1
+        now = self.segments.now
         for site, uses in self.waiting.values():
-            statistics.input_covariance_(self.sums[site.name], self._shared(uses), site.columns)
+            statistics.input_covariance_(now[site.name], self._shared(uses), site.columns)
         self.waiting.clear()
+        total = now[TERMS].into("terms", torch.zeros((), dtype=torch.float64))
+        total += terms
+        self.kept[-1].done += 1
+        self.segments.advance()
 
-    def finished(self, terms: float) -> dict[str, dict[str, Tensor]]:
-        """By layer; the sums are gone then."""
-        return {name: _means(name, self.sums[name], terms) for name in self.sums}
+    def again(self) -> list[Kept] | None:
+        """What was kept of all segments, if all of it was."""
+        return None if any(kept.uses is None for kept in self.kept) else self.kept
 
     def _shared(self, uses: Uses) -> Uses:
         return reduced(uses) if self.sharing == "reduce" else uses
 
 
-def _means(layer: str, sums: Columns, terms: float) -> dict[str, Tensor]:
-    """Sums made means: by the positions for inputs of K-FAC, by the terms for all others."""
-    columns = sums.kept(terms)
+def added(one: Layers, other: Layers) -> Layers:
+    for name, sums in other.items():
+        one[name].add(sums)
+    return one
+
+
+def means(layer: str, sums: Sums, terms: float) -> dict[str, Tensor]:
+    """Sums made means: by the positions for inputs of K-FAC, by the terms for all others. The sums
+    are gone then."""
+    columns = sums.kept(terms) if isinstance(sums, Columns) else {}
     found = mirrored(sums)
     if "softmax" in found:
         found["output"] = heads.output_side(found)

@@ -32,12 +32,15 @@ class Passes:
         sites: list[Site],
         batch_dim: int,
         masks: bool = True,
+        part: int | None = None,
     ) -> None:
         """`masks`: uses say which of their positions count, which costs a look at all gradients;
-        where these are multiplied by inputs it does not matter, for they are 0 elsewhere."""
+        where these are multiplied by inputs it does not matter, for they are 0 elsewhere. `part`:
+        these batches are some of all, from this number on; whether all of them together have shown
+        enough is for others to `check`."""
         self.model, self.batches, self.loss, self.fisher = model, batches, loss, fisher
         self.dtype, self.seed, self.sites, self.batch_dim = dtype, seed, sites, batch_dim
-        self.masks = masks
+        self.masks, self.part = masks, part
         self.count, self.warned = 0.0, False
         self.shape: tuple[int | None, int] = None, 0  # examples, if they are known, and terms
         self.device = next(model.parameters()).device.type
@@ -68,7 +71,9 @@ class Passes:
 
         watcher = Watcher(self.sites, sink, self.batch_dim)
         with _frozen(self.model), torch.enable_grad():
-            for batch in self.batches:
+            for number, batch in enumerate(self.batches, self.part or 0):
+                if self.part is not None:
+                    generator.manual_seed(_mixed(self.seed, number))
                 watcher.calls.clear()
                 self.head = None
                 with watcher, self.heads:
@@ -87,14 +92,8 @@ class Passes:
                 "its curvature is wrong; give it an input for each, or leave it out of `layers`",
                 stacklevel=3,
             )
-        if terms == 0:
-            raise ValueError("batches must hold at least one loss term that counts, got none")
-        missing = [site.name for site in self.sites if site.name not in seen]
-        if missing:
-            raise ValueError(
-                f"no gradient ever came to {', '.join(missing)}; name in `layers` only layers that "
-                "the loss uses"
-            )
+        if self.part is None:
+            check(terms, [site.name for site in self.sites if site.name not in seen])
         return terms
 
     @contextmanager
@@ -183,6 +182,22 @@ class Passes:
             self.counted = None
         else:
             self.counted = counted.movedim(self.batch_dim, 0) if counted.ndim > 1 else counted
+
+
+def check(terms: float, missing: list[str]) -> None:
+    """Refuse passes in which nothing counted, or to some layers no gradient came."""
+    if terms == 0:
+        raise ValueError("batches must hold at least one loss term that counts, got none")
+    if missing:
+        raise ValueError(
+            f"no gradient ever came to {', '.join(missing)}; name in `layers` only layers that "
+            "the loss uses"
+        )
+
+
+def _mixed(seed: int, number: int) -> int:
+    """A seed of a batch's own, which the batches before it have no part in."""
+    return (seed + number * 0x9E3779B97F4A7C15) % 2**63
 
 
 def _places(weights: Tensor, batch_dim: int) -> Iterator[Tensor]:

@@ -135,6 +135,15 @@ class Sums(dict[str, Tensor]):
             known = column >= 0
             total.index_add_(0, column[known], value[known])
 
+    def add(self, other: "Sums") -> None:
+        """Add another's sums to these; of the other nothing is left."""
+        for name in list(other):
+            value = other.pop(name)
+            if name in self:
+                self[name] += value
+            else:
+                self[name] = value
+
 
 def covariances_(sums: Sums, uses: Uses, columns: int) -> None:
     """K-FAC: Σ āāᵀ and Σ g̃g̃ᵀ, and how many positions there were."""

@@ -14,6 +14,10 @@ from torch import distributed as dist
 TIMEOUT = 300.0  # seconds
 
 
+class Gone(RuntimeError):
+    """Other ranks did not come to where this one waited for them."""
+
+
 @dataclass
 class Traffic:
     """Bytes this process has given to others, as an ideal ring or exchange would send them."""
@@ -134,7 +138,7 @@ class Pending:
         try:
             self.work.wait(timedelta(seconds=self.ranks.timeout))
         except RuntimeError as error:
-            raise RuntimeError(
+            raise Gone(
                 f"rank {self.ranks.rank} of {self.ranks.size} waited in {self.what} for ranks that "
                 f"did not come within {self.ranks.timeout:g} s, or have ended: look at what the "
                 f"others printed last ({str(error).splitlines()[0]})"

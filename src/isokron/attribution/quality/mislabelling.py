@@ -78,6 +78,6 @@ def _measured(
     own, losses = on_oneself(
         subject,
         ask.inverse(curvature),
-        lambda done, total: progress("self-influence", done, total),
+        subject.counted(lambda done, total: progress("self-influence", done, total)),
     )
     return {"own": own, "losses": losses, "flipped": flipped.to(torch.uint8)}

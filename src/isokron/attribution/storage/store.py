@@ -90,15 +90,17 @@ class Store:
         names = ", ".join(column.layer for column in self.plan.columns[:6])
         raise ValueError(f"layer {layer!r} is not in the store, which has {names}, …")
 
-    def blocks(self, memory: int) -> Iterator[tuple[int, Tensor]]:
+    def blocks(self, memory: int, shards: range | None = None) -> Iterator[tuple[int, Tensor]]:
         """First row and rows [≤ n, D] of each block, in the stored dtype, in order.
 
         `memory`: bytes a block may take; it lies in one shard, and is given back with its tensor.
+        `shards`: these only.
         """
         row = self.width * self.dtype.itemsize
         if memory < row:
             raise ValueError(f"memory must hold a row of {row} bytes, got {memory}; give more")
-        for start, shard in zip(self._starts, self.shards, strict=False):
+        for number in range(len(self.shards)) if shards is None else shards:
+            start, shard = self._starts[number], self.shards[number]
             rows = shard.record.rows
             for first in range(0, rows, memory // row):
                 last = min(first + memory // row, rows)
@@ -120,6 +122,10 @@ class Store:
             inside = wanted[mine] - self._starts[number]
             result[mine] = self.shards[number].tensor("gradients")[inside]
         return result
+
+    def span(self, shards: range) -> tuple[int, int]:
+        """First row of neighbouring shards, and last, excluded."""
+        return self._starts[shards.start], self._starts[shards.stop]
 
     def ids(self) -> list[str]:
         """The name of every example."""
