@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isokron.attribution.collect import Recorded
 from isokron.attribution.storage.store import Store
 from isokron.curvature.likelihoods import Likelihood, Loss
 from isokron.curvature.passes import Passes
@@ -75,7 +74,6 @@ def score_data(
     `tokens`: by position, [Q, N, S] in the place of [Q, N], which all batches have as many of.
     Gradients of examples are made where that is less work than ⟨V, Σ_s g̃āᵀ⟩ = Σ_s g̃ᵀVā.
     """
-    recorded = Recorded(loss)
     batch: dict[str, Tensor] = {}
     done: list[Tensor] = []
 
@@ -89,7 +87,7 @@ def score_data(
             found = [each for each in found if each.size(2) == most]
         done.append(torch.stack(found, 1) if by_layer else torch.stack(found).sum(0))
 
-    passes = Passes(model, batches, recorded, "empirical", dtype, 0, sites, 0, masks=False)
+    passes = Passes(model, batches, loss, "empirical", dtype, 0, sites, 0, masks=False)
     passes.over(fold, after)
     layers = tuple(site.name for site in sites)
     return Scores(torch.cat(done, 2 if by_layer else 1), layers if by_layer else ())

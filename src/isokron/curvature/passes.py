@@ -32,12 +32,16 @@ class Passes:
         sites: list[Site],
         batch_dim: int,
         masks: bool = True,
+        record: bool = False,
     ) -> None:
         """`masks`: uses say which of their positions count, which costs a look at all gradients;
-        where these are multiplied by inputs it does not matter, for they are 0 elsewhere."""
+        where these are multiplied by inputs it does not matter, for they are 0 elsewhere. `record`:
+        `losses` has the sums of the terms of the last batch's examples, whose labels are the
+        data's own."""
         self.model, self.batches, self.loss, self.fisher = model, batches, loss, fisher
         self.dtype, self.seed, self.sites, self.batch_dim = dtype, seed, sites, batch_dim
-        self.masks = masks
+        self.masks, self.record = masks, record
+        self.losses = torch.zeros(0)  # [N]
         self.count, self.warned = 0.0, False
         self.shape: tuple[int | None, int] = None, 0  # examples, if they are known, and terms
         self.device = next(model.parameters()).device.type
@@ -125,6 +129,7 @@ class Passes:
         if not isinstance(loss, Likelihood):
             terms, weights = terms_and_weights(loss(self.model, batch))
             self._count(weights)
+            self._record(terms, weights)
             yield (terms * weights.sqrt()).sum(), False
             return
         outputs, targets = loss.forward(self.model, batch)
@@ -145,14 +150,23 @@ class Passes:
             targets = loss.draw(fixed, uniform.to(fixed.device))
         if type(loss) is not CrossEntropy:  # a class made of it may have terms of its own
             terms, weights = terms_and_weights((loss.terms(outputs, targets), weights))
+            self._record(terms, weights)
             yield (terms * weights.sqrt()).sum(), False
             return
-        slopes = loss.slopes(fixed, targets)
+        if self.record:
+            terms, slopes = loss.terms_and_slopes(fixed, targets)
+            self._record(terms, weights)
+        else:
+            slopes = loss.slopes(fixed, targets)
         if self.counted is not None:
             slopes *= weights.reshape(*slopes.shape[:-1], 1)
         total = Sloped.apply(outputs, slopes)
         del outputs, fixed, slopes  # logits of a large vocabulary are gone while others go back
         yield total, False
+
+    def _record(self, terms: Tensor, weights: Tensor) -> None:
+        if self.record:
+            self.losses = (terms.detach() * weights).reshape(len(terms), -1).sum(1)
 
     def _softmax(self, logits: Tensor, weights: Tensor) -> Event | None:
         """The layer that made the logits, if one did: rows √w·p are all that is asked of it."""
