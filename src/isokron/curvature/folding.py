@@ -50,6 +50,8 @@ class Folding:
         self.sums = {site.name: Columns(policy) for site in sites}
         self.waiting: dict[str, tuple[Site, Uses]] = {}
         self.kept = Kept(batches)
+        if fisher == "sampled":  # the second look is at other labels
+            self.kept.uses = None
 
     def take(self, site: Site, uses: Uses) -> None:
         """The uses of one layer in one backward pass, or in place of all of them, of a softmax."""

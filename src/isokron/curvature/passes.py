@@ -19,7 +19,8 @@ Fold = Callable[[Site, Uses], None]
 
 
 class Passes:
-    """Passes over the data, the same each time: drawn labels included."""
+    """Passes over the data. Labels that are drawn are others in the next pass: eigenvalues that
+    were measured on the draws a basis was made of would be those draws' own, and not the model's."""
 
     def __init__(
         self,
@@ -39,7 +40,8 @@ class Passes:
         `losses` has the sums of the terms of the last batch's examples, whose labels are the
         data's own."""
         self.model, self.batches, self.loss, self.fisher = model, batches, loss, fisher
-        self.dtype, self.seed, self.sites, self.batch_dim = dtype, seed, sites, batch_dim
+        self.dtype, self.sites, self.batch_dim = dtype, sites, batch_dim
+        self.generator = torch.Generator().manual_seed(seed)
         self.masks, self.record = masks, record
         self.losses = torch.zeros(0)  # [N]
         self.count, self.warned = 0.0, False
@@ -55,7 +57,6 @@ class Passes:
 
         `after`: called at the end of a batch, which may have had many passes back.
         """
-        generator = torch.Generator().manual_seed(self.seed)
         terms, seen, mixed = 0.0, set[str](), set[str]()
 
         def sink(event: Event) -> None:
@@ -76,7 +77,7 @@ class Passes:
                 watcher.calls.clear()
                 self.head = None
                 with watcher, self.heads:
-                    self._there_and_back(batch, generator, fold)
+                    self._there_and_back(batch, fold)
                 if self.head is not None and self.count:
                     seen.add(self.head.site.name)
                     self._fold(fold, [self.head], "softmax")
@@ -107,9 +108,9 @@ class Passes:
         with torch.no_grad(), torch.autocast(self.device, enabled=False):
             yield
 
-    def _there_and_back(self, batch: Any, generator: torch.Generator, fold: Fold) -> None:
+    def _there_and_back(self, batch: Any, fold: Fold) -> None:
         """A function of its own: the graph is gone when it ends, before the next batch has one."""
-        for total, again in self._losses(batch, generator):
+        for total, again in self._losses(batch):
             if not self.count:  # nothing to go back from, and maybe no example at all
                 return
             _backward(total, again)
@@ -123,7 +124,7 @@ class Passes:
             uses = joined(events, self.dtype, self.counted if self.masks else None)
             fold(events[0].site, uses if kind is None else replace(uses, kind=kind))
 
-    def _losses(self, batch: Any, generator: torch.Generator) -> Iterator[tuple[Tensor, bool]]:
+    def _losses(self, batch: Any) -> Iterator[tuple[Tensor, bool]]:
         """What to go back from, and whether it is not the last of its graph."""
         loss = self.loss
         if not isinstance(loss, Likelihood):
@@ -146,7 +147,8 @@ class Passes:
                     yield Sloped.apply(outputs, slopes), True
             return
         if self.fisher == "sampled":
-            uniform = torch.rand(loss.drawn(fixed), generator=generator, dtype=torch.float64)
+            shape = loss.drawn(fixed)
+            uniform = torch.rand(shape, generator=self.generator, dtype=torch.float64)
             targets = loss.draw(fixed, uniform.to(fixed.device))
         if type(loss) is not CrossEntropy:  # a class made of it may have terms of its own
             terms, weights = terms_and_weights((loss.terms(outputs, targets), weights))
