@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from isokron.cli.loading import loading
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
@@ -84,7 +86,8 @@ class Source:
         from isokron.attribution.subject import spread
         from isokron.training import load_weights_, make_model, note_of, save_weights, train_
 
-        model = make_model(task, self.seed)
+        with loading():
+            model = make_model(task, self.seed)
         own, note = folder / WEIGHTS, self._training()
         steps = (0 if task.trained else STEPS) if self.steps is None else self.steps
         if self.weights is not None:
@@ -128,7 +131,8 @@ def open_run(folder: Path, watcher: Watcher, given: Source | None = None) -> Run
     if given is None:
         raise ValueError(f"no run in {folder}; begin one with isokron fit or isokron attribute")
     given.check()
-    task = given.load_task()
+    with loading():
+        task = given.load_task()
     subject: Subject = Subject(
         task, given.load_model(task, folder, watcher), given.layers, given.examples
     )
