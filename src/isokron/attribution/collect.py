@@ -51,7 +51,5 @@ def collect(
         take(rows.pop(), passes.losses)
 
     sites = [encoder.site for encoder in encoding.encoders.values()]
-    passes = Passes(
-        model, batches, loss, "empirical", dtype, 0, sites, 0, masks=False, record=True
-    )
+    passes = Passes(model, batches, loss, "empirical", dtype, 0, sites, 0, masks=False, record=True)
     passes.over(fold, after)

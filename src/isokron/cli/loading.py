@@ -1,4 +1,4 @@
-"""What thousands of modules cost, once: they are never garbage, and are not looked through for it."""
+"""What thousands of modules cost: they are never garbage, and are not looked through for it."""
 
 from __future__ import annotations
 

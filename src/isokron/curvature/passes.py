@@ -20,7 +20,7 @@ Fold = Callable[[Site, Uses], None]
 
 class Passes:
     """Passes over the data. Labels that are drawn are others in the next pass: eigenvalues that
-    were measured on the draws a basis was made of would be those draws' own, and not the model's."""
+    were measured on the draws a basis was made of would be those of the draws, not the model's."""
 
     def __init__(
         self,
