@@ -1,0 +1,17 @@
+"""Garbage is collected again when packages have been loaded."""
+
+import gc
+
+import pytest
+
+from isokron.cli.loading import loading
+
+
+def test_collection_is_off_within_and_on_after_it_even_when_loading_fails() -> None:
+    assert gc.isenabled()
+    with pytest.raises(ImportError), loading():
+        with loading():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+        raise ImportError
+    assert gc.isenabled()
