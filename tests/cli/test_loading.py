@@ -8,10 +8,14 @@ from isokron.cli.loading import loading
 
 
 def test_collection_is_off_within_and_on_after_it_even_when_loading_fails() -> None:
-    assert gc.isenabled()
-    with pytest.raises(ImportError), loading():
+    def fail() -> None:
         with loading():
+            with loading():
+                assert not gc.isenabled()
             assert not gc.isenabled()
-        assert not gc.isenabled()
-        raise ImportError
+            raise ImportError
+
+    assert gc.isenabled()
+    with pytest.raises(ImportError):
+        fail()
     assert gc.isenabled()
