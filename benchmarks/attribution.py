@@ -51,6 +51,7 @@ isokron kfac, fitted to an eighth: the same, but that curvature is of every eigh
 isokron kfac, 3 commands: the same by `fit`, `build`, `score`, each a process; no page.
 isokron ekfac: `attribute --method ekfac --no-store`, whole gradients on the fly, one process; the
   page and the scores of single tokens are made too.
+isokron ekfac, fitted to an eighth: the same, but that curvature is of every eighth document.
 bergson trackstar: gradients projected to 16×16 a layer and scored on the fly; in the place of
   K-FAC the autocorrelation of these 256 numbers, mixed from documents and queries, its default.
   Damping is its default, here and below.
@@ -156,7 +157,7 @@ class Contestant:
     """`commands`: of inputs and a new folder, run one after the other."""
 
     name: str
-    commands: Callable[[Inputs, Path], list[list[str]]]
+    commands: "Commands"
 
 
 ISOKRON = [sys.executable, "-m", "isokron"]
@@ -172,8 +173,12 @@ def isokron_attribute(inputs: Inputs, out: Path) -> list[list[str]]:
     return [[*ISOKRON, "attribute", str(out), *_source(inputs), *asked]]
 
 
-def isokron_eighth(inputs: Inputs, out: Path) -> list[list[str]]:
-    (command,) = isokron_attribute(inputs, out)
+Commands = Callable[[Inputs, Path], list[list[str]]]
+
+
+def eighth(whole: Commands, inputs: Inputs, out: Path) -> list[list[str]]:
+    """The same with curvature of every eighth document."""
+    (command,) = whole(inputs, out)
     count = sum(1 for _ in inputs.train.open(encoding="utf-8"))
     return [[*command, "--fit-examples", str(max(1, count // 8))]]
 
@@ -212,9 +217,10 @@ EKFAC += ["--include_bias"]
 def contestants(args: argparse.Namespace) -> list[Contestant]:
     found = [
         Contestant("isokron kfac", isokron_attribute),
-        Contestant("isokron kfac, fitted to an eighth", isokron_eighth),
+        Contestant("isokron kfac, fitted to an eighth", partial(eighth, isokron_attribute)),
         Contestant("isokron kfac, 3 commands", isokron_commands),
         Contestant("isokron ekfac", isokron_ekfac),
+        Contestant("isokron ekfac, fitted to an eighth", partial(eighth, isokron_ekfac)),
     ]
     if args.bergson:
         found.append(Contestant("bergson trackstar", partial(bergson, args.bergson, TRACKSTAR)))
@@ -294,9 +300,8 @@ def pipeline(args: argparse.Namespace, inputs: Inputs) -> None:
     print(f"\nfrom files to scores, {args.documents} documents, {QUERIES} queries; × is wall time")
     show(race(field, inputs, args.rounds))
     print(f"\n{SETTINGS}")
-    place = Path("MODEL"), Path("OUT")
     for each in field:
-        shown = each.commands(Inputs(place[0].parent), place[1])
+        shown = each.commands(inputs, Path("OUT"))
         print(f"\n{each.name}:")
         for command in shown:
             print("  " + " ".join(word if "/" not in word else Path(word).name for word in command))

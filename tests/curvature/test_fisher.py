@@ -93,8 +93,11 @@ def test_a_deep_linear_net_with_squared_error_has_its_ggn(method: str) -> None:
         torch.testing.assert_close(found[name].to_dense()[0], want, **EXACT)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("fisher", ["empirical", "sampled"])
+@pytest.mark.parametrize(
+    ("method", "fisher"),
+    # EK-FAC draws another label for its eigenvalues
+    [(m, f) for m in METHODS for f in ("empirical", "sampled") if (m, f) != ("ekfac", "sampled")],
+)
 def test_one_datum_with_cross_entropy_is_exact(method: str, fisher: str) -> None:
     model, x = network(), torch.randn(1, 3).double()
     y = labels(1)
@@ -191,6 +194,30 @@ def test_drawn_labels_do_not_depend_on_batches(name: str) -> None:
     assert not torch.equal(drawn[0], runs[0])
 
 
+def test_ekfac_draws_other_labels_for_eigenvalues_than_for_bases() -> None:
+    drawn: list[Tensor] = []
+
+    class Spy(CrossEntropy):
+        def draw(self, outputs: Tensor, uniform: Tensor) -> Tensor:
+            drawn.append(super().draw(outputs, uniform))
+            return drawn[-1]
+
+    model, x = network(), torch.randn(40, 3).double()
+    t = torch.zeros(40, dtype=torch.long)
+    found = fit(model, [(x, t)], Spy(), "ekfac", fisher="sampled", **DOUBLE)
+    first, second = drawn
+    assert not torch.equal(first, second)
+    # bases are those of the first labels, and the sum of Λ, which no basis changes, of the second
+    of = [fit(model, [(x, y)], CrossEntropy(), "ekfac", **DOUBLE) for y in (first, second)]
+    for layer in found:
+        known, basis = found.layers[layer].statistics, of[0].layers[layer].statistics
+        torch.testing.assert_close(known["basis.output"], basis["basis.output"])
+        assert not torch.allclose(known["eigenvalues"], basis["eigenvalues"])
+        assert known["eigenvalues"].sum() == pytest.approx(
+            float(of[1].layers[layer].statistics["eigenvalues"].sum())
+        )
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_two_fits_are_bit_identical(method: str) -> None:
     model, x, t = Sequence(), torch.randn(6, 3, 2), torch.randint(CLASSES, (6, 3))
@@ -211,7 +238,7 @@ def test_a_second_pass_over_the_data_gives_what_kept_uses_give(
     model, x, t = Sequence().double(), torch.randn(6, 3, 2).double(), torch.randint(CLASSES, (6, 3))
 
     def fitted() -> Curvature:
-        return fit(model, batched(x, t), CrossEntropy(), "ekfac", fisher="sampled", **DOUBLE)
+        return fit(model, batched(x, t), CrossEntropy(), "ekfac", **DOUBLE)
 
     kept = fitted()
     monkeypatch.setattr(sys.modules["isokron.curvature.folding"], "KEPT", 0)

@@ -160,8 +160,10 @@ def test_padding_changes_nothing(kind, folder, offline):
             tokens = batch[0][i, : length + 1].long()
             plain = model(tokens[None]).logits[0, :-1]
             torch.testing.assert_close(scores[i, :length], plain)
-            torch.testing.assert_close(alone_scores[0], plain)
-            assert alone_targets[0].tolist() == targets[i, :length].tolist() == tokens[1:].tolist()
+            torch.testing.assert_close(alone_scores[0, :-1], plain)
+            assert alone_targets[0, -1] == -100
+            own = alone_targets[0, :-1].tolist()
+            assert own == targets[i, :length].tolist() == tokens[1:].tolist()
             torch.testing.assert_close(losses[i], functional.cross_entropy(plain, tokens[1:]))
         else:
             tokens = batch[0][i, : batch[1][i]].long()
@@ -197,6 +199,22 @@ def test_every_example_has_its_own_gradient_of_positions(kind, folder):
         task.losses(model, task.train.batch(torch.tensor([i]))).sum().backward()
         own = torch.zeros_like(embedding.weight).index_add(0, event.inputs[0, i], event.grads[0, i])
         torch.testing.assert_close(own, embedding.weight.grad)
+
+
+def test_padding_is_not_among_the_inputs_of_curvature(folder):
+    task = task_of("gpt2", folder, evaluation=0)
+    model = task.model()
+
+    def fitted(size):
+        batches = [task.train.batch(some) for some in torch.arange(len(task.train)).split(size)]
+        found = curvature.fit(
+            model, batches, curvature.CrossEntropy(task.logits), layers="*.mlp.c_fc"
+        )
+        return [layer.statistics["input"] for layer in found.layers.values()]
+
+    padded, alone = fitted(len(task.train)), fitted(1)  # alone, no example is filled up
+    for one, other in zip(padded, alone, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("kind", LANGUAGE)

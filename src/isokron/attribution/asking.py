@@ -72,6 +72,7 @@ class Asker:
 
     def __init__(self, run: Run, ask: Ask | None = None, memory: int = MEMORY) -> None:
         self.run, self.ask, self.memory = run, ask or Ask(), memory
+        self.known: dict[Query, Tensor] = {}  # rows of the queries last asked about
         self.settings = _settings(run)
         self.store = None if self.ask.fly or self.settings is None else open_store(run)
         if self.ask.unit and not self.has_lengths:
@@ -101,6 +102,11 @@ class Asker:
 
     def rows(self, queries: Sequence[Query]) -> Tensor:
         """What queries are in the store: [Q, D], preconditioned where its rows are not."""
+        if not all(query in self.known for query in queries):
+            self.known = dict(zip(queries, self._rows(queries), strict=True))
+        return torch.stack([self.known[query] for query in queries])
+
+    def _rows(self, queries: Sequence[Query]) -> Tensor:
         found: list[Tensor] = []
         subject = self.run.subject
 

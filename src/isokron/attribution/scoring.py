@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isokron.attribution.collect import Recorded
 from isokron.attribution.storage.store import Store
 from isokron.curvature.likelihoods import Likelihood, Loss
 from isokron.curvature.passes import Passes
@@ -79,7 +78,6 @@ def score_data(
     Gradients of examples are made where that is less work than ⟨V, Σ_s g̃āᵀ⟩ = Σ_s g̃ᵀVā. `part`:
     the batches are some of all, maybe none, from this number on.
     """
-    recorded = Recorded(loss)
     batch: dict[str, Tensor] = {}
     done: list[Tensor] = []
 
@@ -93,9 +91,7 @@ def score_data(
             found = [each for each in found if each.size(2) == most]
         done.append(torch.stack(found, 1) if by_layer else torch.stack(found).sum(0))
 
-    passes = Passes(
-        model, batches, recorded, "empirical", dtype, 0, sites, 0, masks=False, part=part
-    )
+    passes = Passes(model, batches, loss, "empirical", dtype, 0, sites, 0, masks=False, part=part)
     passes.over(fold, after)
     layers = tuple(site.name for site in sites)
     if not done:

@@ -9,6 +9,7 @@ import typer
 from isokron.cli import options as o
 from isokron.cli import several
 from isokron.cli.errors import reported
+from isokron.cli.loading import loading
 from isokron.cli.score import show
 from isokron.cli.sources import Source, open_run
 from isokron.cli.watching import Stages, watched
@@ -61,7 +62,7 @@ def attribute(
       isokron attribute runs/mine --model path/to/model --data train.jsonl --query "a text"
     """
     source = Source.of(call.params)
-    with reported(2):
+    with reported(2), loading():
         from isokron.attribution import Ask, Build, Fit, read_queries
         from isokron.attribution.sides import check_separable
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isokron.cli import several
+from isokron.cli.loading import loading
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -86,7 +87,8 @@ class Source:
         from isokron.attribution.subject import spread
         from isokron.training import load_weights_, make_model, note_of, save_weights, train_
 
-        model = make_model(task, self.seed)
+        with loading():
+            model = make_model(task, self.seed)
         own, note = folder / WEIGHTS, self._training()
         steps = (0 if task.trained else STEPS) if self.steps is None else self.steps
         if self.weights is not None:
@@ -131,7 +133,8 @@ def open_run(folder: Path, watcher: Watcher, given: Source | None = None) -> Run
     if given is None:
         raise ValueError(f"no run in {folder}; begin one with isokron fit or isokron attribute")
     given.check()
-    task = given.load_task()
+    with loading():
+        task = given.load_task()
     ranks = several.ranks()
     with in_turn(ranks, "loading or training the model"):
         model = given.load_model(task, folder, watcher)

@@ -56,7 +56,8 @@ def fit(
     the factors of K-FAC and TKFAC; gradients of whole examples, of which Shampoo's factors and
     EK-FAC's eigenvalues are made, are the same for both. `layers`: patterns of names. `batch_dim`:
     the dimension of inputs that counts examples. The model is used as it stands: call model.eval()
-    before, if dropout is to be off. EK-FAC goes over the data twice.
+    before, if dropout is to be off. EK-FAC goes over the data twice, with labels drawn anew for its
+    eigenvalues: those of the draws that its bases were made of would be too large along these.
 
     `policy`: the output side of o outputs is a covariance ("none"), or the T gradients that make
     one up, of which inverses and powers then are made by Woodbury's identity: always ("all"), for

@@ -63,7 +63,10 @@ class Folding:
         def fresh() -> Layers:
             segment = len(self.kept) + (division.own().start)
             count = division.end(segment, batches) - division.end(segment - 1, batches)
-            self.kept.append(Kept(count, KEPT // division.segments))
+            kept = Kept(count, KEPT // division.segments)
+            if fisher == "sampled":  # the second look is at other labels
+                kept.uses = None
+            self.kept.append(kept)
             return {TERMS: Sums(), **{name: Columns(policy) for name in names}}
 
         known = batches if division.segments > 1 else 0

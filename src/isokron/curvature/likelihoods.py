@@ -72,13 +72,25 @@ class CrossEntropy:
 
     def slopes(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """∂term/∂outputs = p − e_target. A target that is ignored has weight 0, and any slope."""
-        slopes = _wide(outputs).softmax(-1)
-        flat, targets = slopes.view(-1, outputs.size(-1)), targets.flatten()
+        return self._less_target_(_wide(outputs).softmax(-1), targets).to(outputs.dtype)
+
+    def terms_and_slopes(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Both of one look at the outputs, which no graph leads to."""
+        logs = _wide(outputs).log_softmax(-1)
+        flat = logs.view(-1, outputs.size(-1))
+        losses = functional.nll_loss(
+            flat, targets.flatten(), ignore_index=self.ignore_index, reduction="none"
+        )
+        slopes = self._less_target_(logs.exp_(), targets).to(outputs.dtype)
+        return losses.view(targets.shape), slopes
+
+    def _less_target_(self, p: Tensor, targets: Tensor) -> Tensor:
+        flat, targets = p.view(-1, p.size(-1)), targets.flatten()
         if len(flat) != len(targets):
             raise ValueError(f"targets must be one a term, got {len(targets)} for {len(flat)}")
         hit = targets.where(targets != self.ignore_index, 0)[:, None]
         flat.scatter_add_(1, hit, flat.new_full((), -1).expand_as(hit))
-        return slopes.to(outputs.dtype)
+        return p
 
     def drawn(self, outputs: Tensor) -> torch.Size:
         return outputs.shape[:-1]

@@ -19,7 +19,8 @@ Fold = Callable[[Site, Uses], None]
 
 
 class Passes:
-    """Passes over the data, the same each time: drawn labels included."""
+    """Passes over the data. Labels that are drawn are others in the next pass: eigenvalues that
+    were measured on the draws a basis was made of would be those of the draws, not the model's."""
 
     def __init__(
         self,
@@ -33,14 +34,19 @@ class Passes:
         batch_dim: int,
         masks: bool = True,
         part: int | None = None,
+        record: bool = False,
     ) -> None:
         """`masks`: uses say which of their positions count, which costs a look at all gradients;
         where these are multiplied by inputs it does not matter, for they are 0 elsewhere. `part`:
         these batches are some of all, from this number on; whether all of them together have shown
-        enough is for others to `check`."""
+        enough is for others to `check`. `record`: `losses` has the sums of the terms of the last
+        batch's examples, whose labels are the data's own."""
         self.model, self.batches, self.loss, self.fisher = model, batches, loss, fisher
         self.dtype, self.seed, self.sites, self.batch_dim = dtype, seed, sites, batch_dim
-        self.masks, self.part = masks, part
+        self.generator = torch.Generator().manual_seed(seed)
+        self.masks, self.part, self.record = masks, part, record
+        self.losses = torch.zeros(0)  # [N]
+        self.times = 0  # over the data
         self.count, self.warned = 0.0, False
         self.shape: tuple[int | None, int] = None, 0  # examples, if they are known, and terms
         self.device = next(model.parameters()).device.type
@@ -54,7 +60,6 @@ class Passes:
 
         `after`: called at the end of a batch, which may have had many passes back.
         """
-        generator = torch.Generator().manual_seed(self.seed)
         terms, seen, mixed = 0.0, set[str](), set[str]()
 
         def sink(event: Event) -> None:
@@ -73,11 +78,11 @@ class Passes:
         with _frozen(self.model), torch.enable_grad():
             for number, batch in enumerate(self.batches, self.part or 0):
                 if self.part is not None:
-                    generator.manual_seed(_mixed(self.seed, number))
+                    self.generator.manual_seed(_mixed(self.seed, number, self.times))
                 watcher.calls.clear()
                 self.head = None
                 with watcher, self.heads:
-                    self._there_and_back(batch, generator, fold)
+                    self._there_and_back(batch, fold)
                 if self.head is not None and self.count:
                     seen.add(self.head.site.name)
                     self._fold(fold, [self.head], "softmax")
@@ -92,6 +97,7 @@ class Passes:
                 "its curvature is wrong; give it an input for each, or leave it out of `layers`",
                 stacklevel=3,
             )
+        self.times += 1
         if self.part is None:
             check(terms, [site.name for site in self.sites if site.name not in seen])
         return terms
@@ -102,9 +108,9 @@ class Passes:
         with torch.no_grad(), torch.autocast(self.device, enabled=False):
             yield
 
-    def _there_and_back(self, batch: Any, generator: torch.Generator, fold: Fold) -> None:
+    def _there_and_back(self, batch: Any, fold: Fold) -> None:
         """A function of its own: the graph is gone when it ends, before the next batch has one."""
-        for total, again in self._losses(batch, generator):
+        for total, again in self._losses(batch):
             if not self.count:  # nothing to go back from, and maybe no example at all
                 return
             _backward(total, again)
@@ -118,12 +124,13 @@ class Passes:
             uses = joined(events, self.dtype, self.counted if self.masks else None)
             fold(events[0].site, uses if kind is None else replace(uses, kind=kind))
 
-    def _losses(self, batch: Any, generator: torch.Generator) -> Iterator[tuple[Tensor, bool]]:
+    def _losses(self, batch: Any) -> Iterator[tuple[Tensor, bool]]:
         """What to go back from, and whether it is not the last of its graph."""
         loss = self.loss
         if not isinstance(loss, Likelihood):
             terms, weights = terms_and_weights(loss(self.model, batch))
             self._count(weights)
+            self._record(terms, weights)
             yield (terms * weights.sqrt()).sum(), False
             return
         outputs, targets = loss.forward(self.model, batch)
@@ -140,18 +147,28 @@ class Passes:
                     yield Sloped.apply(outputs, slopes), True
             return
         if self.fisher == "sampled":
-            uniform = torch.rand(loss.drawn(fixed), generator=generator, dtype=torch.float64)
+            shape = loss.drawn(fixed)
+            uniform = torch.rand(shape, generator=self.generator, dtype=torch.float64)
             targets = loss.draw(fixed, uniform.to(fixed.device))
         if type(loss) is not CrossEntropy:  # a class made of it may have terms of its own
             terms, weights = terms_and_weights((loss.terms(outputs, targets), weights))
+            self._record(terms, weights)
             yield (terms * weights.sqrt()).sum(), False
             return
-        slopes = loss.slopes(fixed, targets)
+        if self.record:
+            terms, slopes = loss.terms_and_slopes(fixed, targets)
+            self._record(terms, weights)
+        else:
+            slopes = loss.slopes(fixed, targets)
         if self.counted is not None:
             slopes *= weights.reshape(*slopes.shape[:-1], 1)
         total = Sloped.apply(outputs, slopes)
         del outputs, fixed, slopes  # logits of a large vocabulary are gone while others go back
         yield total, False
+
+    def _record(self, terms: Tensor, weights: Tensor) -> None:
+        if self.record:
+            self.losses = (terms.detach() * weights).reshape(len(terms), -1).sum(1)
 
     def _softmax(self, logits: Tensor, weights: Tensor) -> Event | None:
         """The layer that made the logits, if one did: rows √w·p are all that is asked of it."""
@@ -195,9 +212,9 @@ def check(terms: float, missing: list[str]) -> None:
         )
 
 
-def _mixed(seed: int, number: int) -> int:
-    """A seed of a batch's own, which the batches before it have no part in."""
-    return (seed + number * 0x9E3779B97F4A7C15) % 2**63
+def _mixed(seed: int, number: int, times: int) -> int:
+    """A seed of a batch's own, another each time, which the batches before it have no part in."""
+    return (seed + number * 0x9E3779B97F4A7C15 + times * 0xD1B54A32D192ED03) % 2**63
 
 
 def _places(weights: Tensor, batch_dim: int) -> Iterator[Tensor]:

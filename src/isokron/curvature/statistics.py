@@ -54,7 +54,13 @@ class Uses:
         where = None if self.counted is None else self.counted.flatten()
         if self.kind == "index":  # a padding never learns
             where = inputs[0] >= 0 if where is None else where & (inputs[0] >= 0)
-        return (inputs, grads) if where is None else (inputs[:, where], grads[:, where])
+        if where is None:
+            return inputs, grads
+        numbers = where.nonzero()[:, 0]
+        if len(numbers) == len(where):  # not a copy of everything
+            return inputs, grads
+        # several times as fast on the CPU as inputs[:, where]
+        return inputs.index_select(1, numbers), grads.index_select(1, numbers)
 
 
 def joined(events: Sequence[Event], dtype: torch.dtype, counted: Tensor | None) -> Uses:
@@ -84,7 +90,8 @@ def _where(counted: Tensor, event: Event) -> Tensor:
     one where positions are others than those of terms; and those a gradient comes to all the same,
     from positions that read them."""
     examples, places = event.grads.shape[1:3]
-    reached = event.grads.any(3).any(0)
+    # grads.any(3), several times as fast on the CPU
+    reached = event.grads.abs().amax(3).ne(0).any(0)
     if counted.numel() == examples * places:
         return counted.reshape(examples, places) | reached
     if len(counted) == examples:

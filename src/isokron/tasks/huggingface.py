@@ -44,7 +44,8 @@ def language_model(
 
     def logits(network: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         scores, tokens, kept = pretrained.scores(network, batch)
-        return scores[:, :-1], tokens[:, 1:].masked_fill(~kept[:, 1:], -100)
+        # one target a position, the last of them none: curvature sees which positions count
+        return scores, F.pad(tokens.masked_fill(~kept, -100)[:, 1:], (0, 1), value=-100)
 
     def loss(network: nn.Module, batch: Batch) -> Tensor:
         scores, targets = logits(network, batch)
