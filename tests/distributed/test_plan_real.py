@@ -24,6 +24,8 @@ SHAPES: list[tuple[tuple[int, ...], torch.dtype]] = [
     ((2,), torch.float32),
     ((5,), torch.bfloat16),
     ((), torch.float32),
+    ((5, 6, 9), torch.float32),  # a stack of matrices
+    ((24, 10), torch.float32),  # two matrices, one above the other
 ]
 Counts = tuple[int, int, int]  # bytes of state, bytes sent in the first and in the second step
 
@@ -33,8 +35,13 @@ def parameters(device: str) -> list[nn.Parameter]:
 
 
 def grouped(params: list[nn.Parameter]) -> list[dict[str, Any]]:
-    """Two groups, so that owners in one depend on the work in the other."""
-    return [{"params": params[:2]}, {"params": params[2:], "weight_decay": 0.0}]
+    """Several groups, so that owners in one depend on the work in the others."""
+    return [
+        {"params": params[:2]},
+        {"params": params[2:-2], "weight_decay": 0.0},
+        {"params": params[-2:-1], "stacked": 1},
+        {"params": params[-1:], "split": (9, 15)},
+    ]
 
 
 def measured(kind: str, shard: int | None) -> list[Counts]:

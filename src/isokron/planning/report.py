@@ -108,7 +108,7 @@ def notes(report: Report) -> list[str]:
     """How to read it."""
     speed = report.speed
     products, slower = speed.products / 1e12, speed.decompositions / 1e12
-    estimate = f"products at {products:.2g} TFLOP/s and decompositions at {slower:.2g}"
+    estimate = f"products at {products:.3g} TFLOP/s and decompositions at {slower:.3g}"
     return [f"Times are estimates: {estimate}, {speed.about}.", NOTES]
 
 
