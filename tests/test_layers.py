@@ -31,6 +31,7 @@ ALLOWED = {
         "pages",
     },
     "race": {"optim", "tasks", "pages"},
+    "planning": {"distributed", "optim", "tasks"},
     "training": {"tasks", "race"},
     "inspection": {"operators", "curvature", "tasks", "pages", "race", "training"},
     "cli": {
@@ -40,6 +41,7 @@ ALLOWED = {
         "optim",
         "tasks",
         "pages",
+        "planning",
         "race",
         "training",
         "inspection",

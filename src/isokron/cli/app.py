@@ -19,6 +19,7 @@ from isokron.cli.evaluate import evaluate
 from isokron.cli.fit import fit
 from isokron.cli.info import info
 from isokron.cli.inspect import inspect
+from isokron.cli.plan import plan
 from isokron.cli.query import query
 from isokron.cli.race import race
 from isokron.cli.repeat import repeat
@@ -59,6 +60,7 @@ app.command()(report)
 app.command()(evaluate)
 app.command()(repeat)
 app.command()(inspect)
+app.command()(plan)
 app.command()(tasks)
 app.command()(info)
 

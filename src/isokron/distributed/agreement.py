@@ -10,6 +10,8 @@ from torch import distributed as dist
 
 from isokron.distributed.ranks import Ranks
 
+AGREEMENT = 3 * torch.int64.itemsize  # bytes of what is asked before a step
+
 
 @dataclass(frozen=True)
 class Trouble:

@@ -2,22 +2,55 @@
 
 import heapq
 from collections.abc import Hashable, Mapping, Sequence
+from itertools import groupby
 from math import prod
 from typing import Any
 
+import numpy as np
+
 # Flops of one refresh, in d³ of a factor: an eigendecomposition is about so many products.
 REFRESH = 10.0
+# From so many equal blocks or ranks on it pays to serve all ranks that are next at once.
+MANY = 64
 
 
 def block_cost(shape: Sequence[int], group: Mapping[str, Any]) -> float:
     """Flops of a step on a block: applying a factor a dimension, and refreshing it now and then.
 
-    2·numel·Σdᵢ + 10·Σdᵢ³/every, over dimensions that are short enough to have a factor.
+    2·numel·(1 + Σdᵢ) + refresh/every, over dimensions that have a factor.
     """
-    longest = group["max_dim"] or max(shape, default=1)
-    sides = [float(size) for size in shape if size <= longest]
-    apply = 2.0 * prod(shape) * (1 + sum(sides))
-    return apply + REFRESH * sum(size**3 for size in sides) / group["every"]
+    apply = 2.0 * prod(shape) * (1 + sum(_factored(shape, group)))
+    return apply + refresh_cost(shape, group) / group["every"]
+
+
+def refresh_cost(shape: Sequence[int], group: Mapping[str, Any]) -> float:
+    """Flops of one refresh: 10·Σdᵢ³ over dimensions that have a factor.
+
+    Where the direction is a polar factor, found anew in each of its steps: steps·(4m²n + 2m³).
+    """
+    if is_polar(group):
+        short, long = sorted([*shape, 1, 1])[-2:]
+        return group.get("steps", 5) * (4.0 * short**2 * long + 2.0 * short**3)
+    return REFRESH * sum(size**3 for size in _factored(shape, group))
+
+
+def _factored(shape: Sequence[int], group: Mapping[str, Any]) -> list[float]:
+    """The dimensions that have a square factor, as far as a group's settings tell."""
+    dense = group.get("max_size_dense")  # of Quad and Skew, whose other factors are diagonal
+    if is_polar(group) or (dense is not None and len(shape) < 2):
+        return []
+    longest = group["max_dim"] or dense or max(shape, default=1)
+    return [float(size) for size in shape if size <= longest]
+
+
+def decomposes(group: Mapping[str, Any]) -> bool:
+    """Whether a refresh decomposes matrices, and does not only multiply them."""
+    return not is_polar(group) and "max_size_dense" not in group
+
+
+def is_polar(group: Mapping[str, Any]) -> bool:
+    """Whether directions are polar factors: Muon's, which alone counts its `steps`, do."""
+    return group["route"] == "spectral" or "steps" in group
 
 
 def assign(costs: Sequence[float], together: Sequence[Hashable], loads: list[float]) -> list[int]:
@@ -26,15 +59,54 @@ def assign(costs: Sequence[float], together: Sequence[Hashable], loads: list[flo
     `together`: blocks of one key have one owner. `loads`: what each rank has to do already, added
     to in place. Ties go to what comes first, so that all ranks assign alike.
     """
-    sums: dict[Hashable, float] = {}
-    for key, cost in zip(together, costs, strict=True):
-        sums[key] = sums.get(key, 0.0) + cost
-    heap = [(load, rank) for rank, load in enumerate(loads)]
-    heapq.heapify(heap)
-    owner = {}
-    for key in sorted(sums, key=lambda key: -sums[key]):  # stable: equals stay in order
-        load, rank = heap[0]
-        owner[key] = rank
-        loads[rank] = load + sums[key]
-        heapq.heapreplace(heap, (loads[rank], rank))
-    return [owner[key] for key in together]
+    if not len(costs):
+        return []
+    index: dict[Hashable, int] = {}
+    which = [index.setdefault(key, len(index)) for key in together]
+    sums = np.bincount(which, weights=costs)
+    order = np.argsort(-sums, kind="stable")  # equals stay in order
+    owner = np.empty(len(sums), dtype=np.int64)
+    owner[order] = _least_loaded(sums[order].tolist(), loads)
+    return owner[which].tolist()
+
+
+def _least_loaded(costs: Sequence[float], loads: list[float]) -> list[int]:
+    """One after the other, to the least loaded, of equally loaded ranks to the first."""
+    owners: list[int] = []
+    heap: list[tuple[float, int]] = []
+    for cost, run in groupby(costs):
+        end = len(owners) + sum(1 for _ in run)
+        while len(owners) < end:
+            left = end - len(owners)
+            if left >= MANY <= len(loads):
+                served = _rounds(cost, left, loads)
+                owners += served
+                heap = [] if served else heap
+                left = min(end - len(owners), len(loads))  # until rounds may be wide again
+            if left and not heap:
+                heap = [(load, rank) for rank, load in enumerate(loads)]
+                heapq.heapify(heap)
+            for _ in range(left):
+                load, rank = heap[0]
+                owners.append(rank)
+                loads[rank] = load + cost
+                heapq.heapreplace(heap, (loads[rank], rank))
+    return owners
+
+
+def _rounds(cost: float, count: int, loads: list[float]) -> list[int]:
+    """Owners of at most `count` equal blocks, by rounds that are wide: to all who have less to do
+    than the least loaded will have after its next, in the order of their loads."""
+    owners: list[int] = []
+    now = np.array(loads)
+    while len(owners) < count:
+        order = now.argsort(kind="stable")
+        sorted_loads = now[order]
+        wide = int(np.searchsorted(sorted_loads, sorted_loads[0] + cost))
+        served = order[: min(wide, count - len(owners))]
+        if wide < MANY:
+            break
+        now[served] += cost
+        owners += served.tolist()
+    loads[:] = now.tolist()
+    return owners

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from isokron.distributed.agreement import agreed_trouble
 from isokron.distributed.ranks import TIMEOUT, Ranks
+from isokron.distributed.traffic import padded_part
 
 
 @dataclass(frozen=True)
@@ -234,20 +235,17 @@ def gather_parts_(stepped: Sequence[tuple[Tensor, Place]]) -> None:
     if not whole:
         return
     ranks, dtype = whole[0][1].ranks, whole[0][0].dtype
-    lengths = [-(-len(param) // ranks.size) for param, _ in whole]
-    own = whole[0][0].new_zeros(
-        sum(n * param[0].numel() for n, (param, _) in zip(lengths, whole, strict=True)), dtype=dtype
-    )
+    sizes = [padded_part(param.shape, ranks.size) for param, _ in whole]
+    own = whole[0][0].new_zeros(sum(sizes), dtype=dtype)
     at = 0
-    for length, (param, place) in zip(lengths, whole, strict=True):
+    for size, (param, place) in zip(sizes, whole, strict=True):
         part = part_of(param, place)
         own[at : at + part.numel()].copy_(part.reshape(-1))
-        at += length * param[0].numel()
+        at += size
     everything = own.new_empty(ranks.size, own.numel())
     ranks.all_gather_into(everything, own).wait()
     at = 0
-    for length, (param, _) in zip(lengths, whole, strict=True):
-        size = length * param[0].numel()
-        rows = everything[:, at : at + size].reshape(ranks.size * length, *param.shape[1:])
+    for size, (param, _) in zip(sizes, whole, strict=True):
+        rows = everything[:, at : at + size].reshape(-1, *param.shape[1:])
         param.copy_(rows[: len(param)])
         at += size

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from isokron.distributed.traffic import sent_by_gather, sent_by_reduce
+
 TIMEOUT = 300.0  # seconds
 
 
@@ -55,7 +57,7 @@ class Ranks:
     def all_reduce_(self, tensor: Tensor, op: Any = None) -> Tensor:
         """Everybody's sum (or what `op` says), in place."""
         op = dist.ReduceOp.SUM if op is None else op
-        self.traffic.sent += 2 * _bytes(tensor) * (self.size - 1) // self.size
+        self.traffic.sent += sent_by_reduce(_bytes(tensor), self.size)
         work = dist.all_reduce(tensor, op, group=self.group, async_op=True)
         Pending(work, "all_reduce", self).wait()
         return tensor
@@ -68,7 +70,7 @@ class Ranks:
 
     def all_gather_into(self, everything: Tensor, tensor: Tensor) -> "Pending":
         """Begin to fill `everything`, [R, ...], with the tensors of all."""
-        self.traffic.sent += _bytes(tensor) * (self.size - 1)
+        self.traffic.sent += sent_by_gather(_bytes(tensor), self.size)
         work = dist.all_gather_single(
             everything.view(-1), tensor.contiguous().view(-1), group=self.group, async_op=True
         )

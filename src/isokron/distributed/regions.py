@@ -6,9 +6,9 @@ that: what a rank has of a block is the block narrowed along one axis, and it is
 rank's own shard too.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from isokron.cutting import Block
 
@@ -37,8 +37,15 @@ class _Lies:
 def holders(block: Block, shape: Sequence[int], dim: int, bounds: Sequence[int]) -> list[Holder]:
     """The ranks that have something of a block, each with what it has."""
     lies = _lies(block, shape, dim)
+    begin, end = lies.first, lies.last
+    if lies.axis is not None:  # of the dimension, what the block has elements of
+        cut = block.cut[lies.axis]
+        begin, end = begin + cut.start // lies.unit, begin - (-cut.stop // lies.unit)
     found = []
-    for rank, (lo, hi) in enumerate(pairwise(bounds)):
+    for rank in range(max(0, bisect_right(bounds, begin) - 1), len(bounds) - 1):
+        lo, hi = bounds[rank : rank + 2]
+        if lo >= end:
+            break
         first, last = max(lo, lies.first), min(hi, lies.last)
         if first >= last:
             continue

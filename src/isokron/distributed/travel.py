@@ -12,6 +12,7 @@ from torch import Tensor
 
 from isokron.distributed.ranks import Pending, Ranks
 from isokron.distributed.regions import Holder
+from isokron.distributed.traffic import padded_rows
 
 
 @dataclass(frozen=True)
@@ -129,9 +130,8 @@ class Travel:
 
     def _gather(self, blocks: Sequence[Tensor], at: Sequence[int], like: Tensor) -> Arriving:
         owners = [self.owners[i] for i in at]
-        longest = max(owners.count(rank) for rank in range(self.ranks.size))
         dtype = self.dtype or like.dtype
-        own = like.new_zeros(longest, *self.shape, dtype=dtype)
+        own = like.new_zeros(padded_rows(owners), *self.shape, dtype=dtype)
         for row, block in zip(own, blocks, strict=False):
             row.copy_(block)
         everything = own.new_empty(self.ranks.size, *own.shape)

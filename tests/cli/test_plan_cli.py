@@ -1,0 +1,56 @@
+"""`isokron plan` as a person meets it."""
+
+import json
+
+import pytest
+
+SMALL = ("plan", "--model", "gpt2", "--ranks", "8", "--flops", "1", "--optimizers", "adamw,soap")
+
+
+@pytest.fixture
+def printed(monkeypatch):
+    """What is printed for a person, and for a machine."""
+    from isokron.cli import plan
+
+    shown = []
+    monkeypatch.setattr(plan.typer, "echo", lambda text, **more: shown.append(text))
+    monkeypatch.setattr("rich.console.Console.print", lambda self, what, **more: shown.append(what))
+    return shown
+
+
+@pytest.mark.parametrize("layout", [(), ("--layout", "fsdp"), ("--layout", "hsdp", "--shard", "4")])
+def test_a_plan_is_a_table_that_says_of_what_and_how_sure(inside, printed, layout) -> None:
+    assert inside(*SMALL, *layout)[0] == 0
+    model, ranks, table, estimate, _ = printed
+    assert model.startswith("gpt2: 124,439,808 parameters")
+    assert ranks.startswith("8 ranks, ")
+    assert table.row_count == 3
+    assert estimate.startswith("Times are estimates: products at 1 TFLOP/s")
+
+
+def test_a_plan_is_data_for_machines(inside, printed) -> None:
+    assert inside(*SMALL, "--json")[0] == 0
+    rows = json.loads(printed[0])["optimizers"]
+    names = [row["optimizer"] for row in rows]
+    assert names == ["adamw, on every rank", "adamw, sharded", "soap"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--model", "lama-7b", "--ranks", "4"), "did you mean llama-7b"),
+        (("--model", "gpt2", "--ranks", "0"), "ranks must be at least 1"),
+        (("--model", "gpt2", "--ranks", "6", "--layout", "hsdp", "--shard", "4"), "must divide"),
+        (("--model", "gpt2", "--ranks", "6", "--optimizers", "natural"), "cannot be planned"),
+        (("--model", "gpt2", "--ranks", "6", "--optimizers", "sop"), "did you mean soap"),
+        (("--model", "gpt2", "--ranks", "6", "--dtype", "int8"), "dtype must be one of"),
+        (("--model", "gpt2", "--ranks", "6", "--flops", "0"), "positive number of TFLOP/s"),
+        (("--model", "gpt2", "--ranks", "6", "--eigh-flops", "1"), "needs flops"),
+        (("--ranks", "6"), "--model"),
+    ],
+)
+def test_a_wrong_call_is_one_line(inside, arguments, said) -> None:
+    code, errors = inside("plan", *arguments)
+    assert code == 2
+    assert len(errors.splitlines()) == 1
+    assert said in errors

@@ -1,0 +1,62 @@
+"""Owners by least load: the quick way gives what one block after the other gives."""
+
+import random
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import isokron
+from isokron.distributed import assign, block_cost
+from isokron.distributed.ownership import refresh_cost
+from isokron.distributed.traffic import padded_part, padded_rows
+
+
+def naive(costs: list[float], together: list[int], loads: list[float]) -> list[int]:
+    """The costliest first, each to the first rank of least load."""
+    sums: dict[int, float] = {}
+    for key, cost in zip(together, costs, strict=True):
+        sums[key] = sums.get(key, 0.0) + cost
+    owner = {}
+    for key in sorted(sums, key=lambda key: -sums[key]):
+        owner[key] = loads.index(min(loads))
+        loads[owner[key]] += sums[key]
+    return [owner[key] for key in together]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_many_equal_blocks_have_the_owners_of_one_after_the_other(seed: int) -> None:
+    rng = random.Random(seed)
+    ranks, count = rng.choice([1, 2, 63, 64, 65, 200, 300]), rng.randint(0, 2500)
+    some = [rng.choice([0.0, 1.0, 0.1, 1e-20, 7.3, 100.0, 1 / 3, 1e6]) for _ in range(4)]
+    costs = [rng.choice(some) for _ in range(count)]
+    keys = list(range(count)) if seed % 2 else [rng.randint(0, count // 3 + 1) for _ in costs]
+    loads = [rng.choice([0.0, 0.0, 5.0, 1000 * rng.random()]) for _ in range(ranks)]
+    others = list(loads)
+    assert assign(costs, keys, loads) == naive(costs, keys, others)
+    assert loads == others
+
+
+def test_the_cost_of_a_polar_factor_is_what_its_products_count() -> None:
+    optimizer = isokron.Muon([torch.nn.Parameter(torch.empty(300, 512, device="meta"))])
+    group = optimizer.param_groups[0]
+    with FlopCounterMode(display=False) as counted:
+        optimizer.direction(torch.empty(1, 300, 512, device="meta"), {}, group)
+    assert refresh_cost((300, 512), group) == counted.get_total_flops()
+    assert refresh_cost((512, 300), group) == refresh_cost((300, 512), group)
+
+
+def test_diagonal_factors_cost_no_cubes() -> None:
+    param = torch.nn.Parameter(torch.empty(4, 4, device="meta"))
+    group = isokron.Quad([param], max_size_dense=1000).param_groups[0]
+    assert refresh_cost((256, 256), group) == 10 * 2 * 256**3
+    assert refresh_cost((256, 2000), group) == 10 * 256**3
+    assert refresh_cost((2000,), group) == 0
+    assert block_cost((2000,), group) == 2 * 2000
+
+
+def test_what_is_padded() -> None:
+    assert padded_rows([0, 2, 2, 1, 2]) == 3
+    assert padded_rows([]) == 0
+    assert padded_part((13, 10), 4) == 4 * 10
+    assert padded_part((2,), 4) == 1

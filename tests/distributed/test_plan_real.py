@@ -1,0 +1,131 @@
+"""What a plan foresees is what ranks have and send, to the byte: every optimizer, every layout."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import isokron
+from cases import CASES, Case
+from isokron.planning import load_of, make_layout
+from processes import run
+
+# rows that do not divide, fewer rows than ranks, several blocks, half precision, no dimension
+SHAPES: list[tuple[tuple[int, ...], torch.dtype]] = [
+    ((13, 10), torch.float32),
+    ((24, 20), torch.float32),
+    ((13, 10), torch.float32),
+    ((3, 24), torch.bfloat16),
+    ((8, 2, 2, 2), torch.float32),
+    ((1, 9), torch.float64),
+    ((17,), torch.float32),
+    ((2,), torch.float32),
+    ((5,), torch.bfloat16),
+    ((), torch.float32),
+    ((5, 6, 9), torch.float32),  # a stack of matrices
+    ((24, 10), torch.float32),  # two matrices, one above the other
+]
+Counts = tuple[int, int, int]  # bytes of state, bytes sent in the first and in the second step
+
+
+def parameters(device: str) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(shape, dtype=dtype, device=device)) for shape, dtype in SHAPES]
+
+
+def grouped(params: list[nn.Parameter]) -> list[dict[str, Any]]:
+    """Several groups, so that owners in one depend on the work in the others."""
+    return [
+        {"params": params[:2]},
+        {"params": params[2:-2], "weight_decay": 0.0},
+        {"params": params[-2:-1], "stacked": 1},
+        {"params": params[-1:], "split": (9, 15)},
+    ]
+
+
+def measured(kind: str, shard: int | None) -> list[Counts]:
+    """On a rank: all optimizers, two steps each."""
+    from torch.distributed import get_world_size
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    counts = []
+    mesh = None
+    if kind != "ddp":
+        size = get_world_size()
+        mesh = init_device_mesh("cpu", (size // shard, shard) if shard else (size,))
+    for case in CASES:
+        params = parameters("cpu")
+        if mesh is not None:
+            lead = (Replicate(),) * (mesh.ndim - 1)
+            params = [
+                nn.Parameter(
+                    distribute_tensor(
+                        p.detach(),
+                        mesh,
+                        (*lead, Shard(0) if p.ndim else Replicate()),
+                        src_data_rank=None,
+                    )
+                )
+                for p in params
+            ]
+        optimizer = case.make(grouped(params))
+        if mesh is None:
+            optimizer.distribute()
+        sent = [0]
+        for step in range(2):
+            for i, param in enumerate(params):
+                param.grad = torch.full_like(param, 0.1 + 0.01 * i + 0.1 * step)
+            optimizer.step()
+            sent.append(traffic(optimizer))
+        counts.append((state_bytes(optimizer), sent[1], sent[2] - sent[1]))
+    return counts
+
+
+def traffic(optimizer: isokron.Preconditioned) -> int:
+    sharing = optimizer._sharing
+    parties = {*([sharing.ranks] if sharing.ranks else []), *sharing.groups.values()}
+    return sum(ranks.traffic.sent for ranks in parties)
+
+
+def state_bytes(optimizer: isokron.Preconditioned) -> int:
+    """Of all tensors that are here in `optimizer.state`, counters aside."""
+    from torch.distributed.tensor import DTensor
+
+    def here(value: Tensor) -> Tensor:
+        return value.to_local() if isinstance(value, DTensor) else value
+
+    entries = [entry.items() for entry in optimizer.state.values()]
+    values = [here(value) for items in entries for key, value in items if key != "step"]
+    return sum(value.numel() * value.element_size() for value in values)
+
+
+def foreseen(case: Case, ranks: int, kind: str, shard: int | None) -> list[tuple[int, int]]:
+    """By rank, of those that share the work."""
+    load = load_of(case.make(grouped(parameters("meta"))), make_layout(kind, ranks, shard))
+    return list(zip(load.state.tolist(), load.sent.tolist(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kind", "shard"),
+    [(2, "ddp", None), (4, "ddp", None), (2, "fsdp", None), (4, "fsdp", None), (4, "hsdp", 2)],
+)
+def test_ranks_keep_and_send_what_was_foreseen(
+    ranks: int, kind: str, shard: int | None, tmp_path: Path
+) -> None:
+    found = run(ranks, measured, kind, shard, folder=tmp_path)
+    for number, case in enumerate(CASES):
+        planned = foreseen(case, ranks, kind, shard)
+        for rank, counts in enumerate(found):
+            state, sent = planned[rank % len(planned)]
+            assert counts[number] == (state, sent, sent), f"{case.name}, rank {rank}"
+
+
+def test_state_is_divided_and_not_copied() -> None:
+    case = next(case for case in CASES if case.name == "shampoo-eigen")
+    whole = foreseen(case, 1, "ddp", None)[0][0]
+    parts = [state for state, _ in foreseen(case, 4, "ddp", None)]
+    scalar = 3 * 2 * 4  # AdamW's two moments of the scalar, on three more ranks
+    assert sum(parts) == whole + scalar
+    assert max(parts) < 0.5 * whole
