@@ -35,8 +35,8 @@ from isokron.optim.groups import (
     note_peak_,
     param_name,
 )
-from isokron.optim.plan import Plan, Shown, build_plan
-from isokron.optim.refreshing import Refresher, wait
+from isokron.optim.plans import Plans
+from isokron.optim.refreshing import Refresher
 from isokron.optim.settings import SHARED
 from isokron.optim.stepping import step_blocks
 from isokron.optim.writing import Update
@@ -73,8 +73,7 @@ class Preconditioned(torch.optim.Optimizer):
                 f"{type(self).__name__}(isokron.param_groups(model)) or pass model.parameters()"
             )
         check_settings(type(self), settings)
-        self._plans: list[Plan] = []
-        self._shown: Shown | None = None
+        self._plans = Plans()
         self._sharing = Sharing()
         self.lengths: dict[Layer, Tensor] = {}  # of gradients of layers that are here in part
         self.refresher = Refresher()
@@ -187,7 +186,7 @@ class Preconditioned(torch.optim.Optimizer):
                 f"{type(self).__name__}: parameters are averages for evaluation; call "
                 "optimizer.train() before the forward pass of a step"
             )
-        pairs = zip(self.param_groups, self._plans, strict=False)  # at first there is no plan
+        pairs = zip(self.param_groups, self._plans.made, strict=False)  # at first there is no plan
         looks = [plan.look(group) for group, plan in pairs]
         seen = {fused: grads for look in looks for fused, grads in look.items()}
         known = [bool(look) for look in looks]
@@ -199,7 +198,9 @@ class Preconditioned(torch.optim.Optimizer):
             self.skipped_steps += 1
             logger.warning("skipped a step: %s", unfit)
             return loss
-        for group, plan in zip(self.param_groups, self._current_plans(), strict=True):
+        for group, plan in zip(
+            self.param_groups, self._plans.current(self, self._sharing), strict=True
+        ):
             note_peak_(group)
             before = plan.averages.before() if plan.averages else []
             step_blocks(self, plan, group)
@@ -207,7 +208,7 @@ class Preconditioned(torch.optim.Optimizer):
             if plan.averages:
                 plan.averages.after_(before, group)
             if any(parted):
-                self._show(plan)
+                self._plans.show_(plan, self.state)
         return loss
 
     def distribute(
@@ -234,7 +235,7 @@ class Preconditioned(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; those of a `flat` group become zero where they are."""
         super().zero_grad(set_to_none)
-        for plan in self._plans:
+        for plan in self._plans.made:
             plan.zero_grads_()
 
     def train(self) -> None:
@@ -249,7 +250,9 @@ class Preconditioned(torch.optim.Optimizer):
     def _show_mode(self, mode: str) -> None:
         if not any(group["average"] or group["mode"] == "eval" for group in self.param_groups):
             return
-        for group, plan in zip(self.param_groups, self._current_plans(), strict=True):
+        for group, plan in zip(
+            self.param_groups, self._plans.current(self, self._sharing), strict=True
+        ):
             if plan.averages and group["mode"] != mode:
                 plan.averages.show_(mode, group)
             group["mode"] = mode if plan.averages else "train"
@@ -260,16 +263,16 @@ class Preconditioned(torch.optim.Optimizer):
         Where blocks are divided over ranks it is this rank's part, which cannot be pickled: save it
         by torch.distributed.checkpoint, or save what `full_state_dict` gives.
         """
-        if self._plans:
-            self._current_plans()
-        self._join()
+        if self._plans.made:
+            self._plans.current(self, self._sharing)
+        self._plans.join()
         packed = super().state_dict()
         # parameters that share a counter here must not in an optimizer that counts each by itself
         packed["state"] = {
             index: {**entry, "step": torch.as_tensor(entry["step"]).clone()}
             for index, entry in packed["state"].items()
         }
-        if not any(plan.elsewhere() for plan in self._plans):
+        if not any(plan.elsewhere() for plan in self._plans.made):
             return packed
         if full_is_asked_for():
             return self._completed({**packed, "param_groups": checkpoint.spelt(packed)})
@@ -294,7 +297,7 @@ class Preconditioned(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume from a state dict, to the bit; half-precision parameters keep float32 state."""
         # Registered last, so that it runs after the user's own hooks.
-        self._join()
+        self._plans.join()
         handle = self.register_load_state_dict_pre_hook(checkpoint.shield)
         before = {"state": self.state, "param_groups": self.param_groups}
         try:
@@ -312,7 +315,7 @@ class Preconditioned(torch.optim.Optimizer):
                 "use; call optimizer.full_state_dict() on all ranks, or save it by "
                 "torch.distributed.checkpoint"
             )
-        self._join()
+        self._plans.join()
         counts = {"skipped_steps": self.skipped_steps, "_failed": self.refresher.failed}
         return {**super().__getstate__(), **counts}
 
@@ -321,7 +324,7 @@ class Preconditioned(torch.optim.Optimizer):
         failed = state.pop("_failed", None)
         super().__setstate__(state)
         self.defaults.pop("differentiable", None)  # torch adds it; no group here has a use for it
-        self._plans, self._shown = [], None
+        self._plans = Plans()
         if failed is not None:  # a copy; a loaded state leaves the counts as they are
             self.refresher, self._sharing = Refresher(failed), Sharing()
         for group in self.param_groups:
@@ -329,70 +332,7 @@ class Preconditioned(torch.optim.Optimizer):
                 group.setdefault(key, value)
         loading = checkpoint.unshield(self.state)
         if self.state:
-            self._current_plans(loading)
-
-    # Plans of the parameters, and the state they show.
-
-    def _current_plans(self, loading: bool = False) -> list[Plan]:
-        """One plan a group, made anew where the group, its settings or its state were changed."""
-        del self._plans[len(self.param_groups) :]
-        if self._shown is not None and not self._shown.still(self.state):
-            self._join()
-            self._plans = []
-        for i, group in enumerate(self.param_groups):
-            if i < len(self._plans) and self._plans[i].holds(group):
-                continue
-            self._join()
-            # decompositions need float32, whatever state_dtype says
-            least = torch.float32 if self.operator else None
-            plan = build_plan(
-                group,
-                self.takes,
-                self.cut,
-                self.state,
-                self.shaping,
-                least,
-                self._sharing,
-                self._plans[i - 1].loads if i else None,
-                self._together(group),
-            )
-            for batch in plan.batches:
-                batch.state = self._full_state(batch, group)
-                if group["delay"]:
-                    made = [key for key in batch.state if key.split(".")[0] in self.operator]
-                    batch.coming = {key: batch.state[key].clone() for key in made}
-            if loading:
-                checkpoint.check_keys(plan, self.state, group, type(self).__name__)
-            checkpoint.adopt(plan, self.state, group, type(self).__name__)
-            self._plans[i : i + 1] = [plan]
-            self._show(plan)
-        return self._plans
-
-    def _show(self, plan: Plan) -> None:
-        """Let `optimizer.state` be the plan's state."""
-        self.state.update(plan.entries())
-        self._shown = Shown(self.state)
-
-    def _join(self) -> None:
-        """Wait for every refresh that has begun, so that `optimizer.state` is whole."""
-        wait([batch for plan in self._plans for batch in plan.batches])
-
-    def _full_state(self, batch: Batch, group: Mapping[str, Any]) -> dict[str, Tensor]:
-        state = {}
-        spectral = group["route"] == "spectral"
-        if self.beta(group) > 0 and (spectral or not self.keeps_moment or group["graft"]):
-            state["momentum"] = batch.zeros()
-        if self.heavy_ball and group["momentum"] > 0:
-            state["velocity"] = batch.zeros()
-        if group["graft"] not in (None, "sgd"):
-            state["graft"] = batch.zeros()
-        return state if spectral else {**state, **self.init_state(batch, group)}
-
-    def _together(self, group: Mapping[str, Any]) -> str:
-        """Which blocks one process must have, where several share the work."""
-        if group["graft"] and group["graft_by"] == "parameter":
-            return "parameter"
-        return "part" if self.settles else "block"
+            self._plans.current(self, self._sharing, loading)
 
     def beta(self, group: Mapping[str, Any]) -> float:
         """The first moment's rate."""

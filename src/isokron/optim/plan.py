@@ -1,8 +1,7 @@
 """Which parameters of a group are blocks of which batch, and which go to AdamW."""
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -92,25 +91,6 @@ class Plan:
                     keys = found.setdefault(row.param, set())
                     keys |= {f"{key}.{row.number}" for key in batch.stored()}
         return found
-
-
-class Shown:
-    """What stands in `optimizer.state`, to notice when somebody has put something else there."""
-
-    def __init__(self, state: State) -> None:
-        self.entries = list(state.values())
-        self.values = list(self._values())
-
-    def still(self, state: State) -> bool:
-        return (
-            len(state) == len(self.entries)
-            and all(map(is_, state.values(), self.entries))
-            and all(map(is_, self._values(), self.values))
-        )
-
-    def _values(self) -> Iterator[Any]:
-        """All values and then an end, which no longer or shorter row of values agrees with."""
-        return chain(chain.from_iterable(map(dict.values, self.entries)), (Shown,))
 
 
 def layout(group: Mapping[str, Any], shaping: tuple[str, ...]) -> tuple[Any, ...]:

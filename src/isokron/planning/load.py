@@ -29,6 +29,7 @@ from isokron.optim.blocks import Batch, Row
 from isokron.optim.engine import Preconditioned
 from isokron.optim.fused import FusedList
 from isokron.optim.groups import state_dtype
+from isokron.optim.plans import full_state, together
 from isokron.planning.layouts import Layout
 from isokron.planning.piles import Pile, keys_of, make_piles
 from isokron.planning.speed import Speed
@@ -80,7 +81,7 @@ def _add_method(
     if not piles:
         return
     costs = np.concatenate([np.full(len(p), block_cost(p.shape, group)) for p in piles])
-    keys = keys_of(piles, optimizer._together(group)).tolist()
+    keys = keys_of(piles, together(optimizer, group)).tolist()
     owners = np.array(assign(costs.tolist(), keys, work))
     start = 0
     for pile in piles:
@@ -90,7 +91,7 @@ def _add_method(
         batch = _one_row(optimizer, group, pile)
         load.state[:] += count * _bytes(_row_state(optimizer, batch, group))
         load.blocks[:] += count
-        if is_polar(group) or type(optimizer).refresh is not Preconditioned.refresh:
+        if is_polar(group) or optimizer.refreshes():
             flops = load.decompositions if decomposes(group) else load.products
             flops[:] += count * refresh_cost(pile.shape, group) / group["every"]
         if layout.shared:
@@ -112,7 +113,7 @@ def _one_row(optimizer: Preconditioned, group: Mapping[str, Any], pile: Pile) ->
 def _row_state(
     optimizer: Preconditioned, batch: Batch, group: Mapping[str, Any]
 ) -> Iterable[Tensor]:
-    state = optimizer._full_state(batch, group)
+    state = full_state(optimizer, batch, group)
     made = [v for key, v in state.items() if key.split(".")[0] in optimizer.operator]
     return [*state.values(), *(made if group["delay"] else ())]
 
