@@ -5,7 +5,8 @@
 Processes with gloo on this machine, one thread each, step a small decoder (4 layers, width 256)
 on random gradients, which all ranks have alike. "share" is the worst rank's state times the ranks,
 over the state of one: 1 is an even division without copies. "plan" is what isokron.planning
-foresees of both; a figure that differs is marked. Times are of the slowest rank: the median over
+foresees of both; a figure that differs is marked. "bits": whether parameters end with those they
+have on the first number of ranks. Times are of the slowest rank: the median over
 cycles of ten steps, one of which refreshes, of the mean step. Ranks share the cores there are.
 """
 
@@ -14,6 +15,7 @@ import multiprocessing
 import statistics
 import tempfile
 import time
+import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +39,7 @@ class Figures(NamedTuple):
     state: int
     sent: float
     seconds: float
+    bits: int  # of all parameters in the end
 
 
 def decoder() -> nn.Module:
@@ -79,13 +82,24 @@ def measured(name: str, layout: str, cycles: int) -> Figures:
         if cycle:
             taken.append((time.perf_counter() - start) / CYCLE)
             sent += traffic(optimizer) - before
-    return Figures(state_bytes(optimizer), sent / cycles / CYCLE, statistics.median(taken))
+    return Figures(
+        state_bytes(optimizer), sent / cycles / CYCLE, statistics.median(taken), bits_of(model)
+    )
 
 
 def traffic(optimizer: isokron.Preconditioned) -> int:
     sharing = optimizer._sharing
     parties = {*([sharing.ranks] if sharing.ranks else []), *sharing.groups.values()}
     return sum(ranks.traffic.sent for ranks in parties)
+
+
+def bits_of(model: nn.Module) -> int:
+    """A number of all bits of all parameters."""
+    found = 0
+    for param in model.parameters():
+        whole = param.full_tensor() if hasattr(param, "full_tensor") else param
+        found = zlib.crc32(whole.detach().contiguous().numpy().tobytes(), found)
+    return found
 
 
 def state_bytes(optimizer: isokron.Preconditioned) -> int:
@@ -125,7 +139,7 @@ def run(size: int, names: list[str], layout: str, cycles: int) -> dict[str, list
         ]
         for process in processes:
             process.start()
-        found = {name: [Figures(0, 0, 0)] * size for name in names}
+        found = {name: [Figures(0, 0, 0, 0)] * size for name in names}
         for _ in range(size * len(names)):
             rank, name, figures = results.get(timeout=1800)
             found[name][rank] = figures
@@ -146,7 +160,7 @@ def main() -> None:
     sizes = [int(size) for size in options.ranks.split(",")]
     torch.set_num_threads(1)  # as in the ranks
     print(f"{conditions()}; layout {options.layout}")
-    print(f"{'':<9}{'ranks':>5}{'state':>11}{'share':>7}{'sent':>11}{'plan':>11}{'step':>10}")
+    print(f"{'':<9}{'ranks':>5}{'state':>11}{'share':>7}{'sent':>11}{'plan':>11}{'step':>10}  bits")
     found = {size: run(size, names, options.layout, options.cycles) for size in sizes}
     for name in names:
         model = decoder().to("meta")
@@ -159,9 +173,13 @@ def main() -> None:
             worst = max(figures.state for figures in ranks)
             sent, plan = max(figures.sent for figures in ranks), int(load.sent.max())
             seconds = max(figures.seconds for figures in ranks)
+            bits, first = (
+                {figures.bits for figures in some} for some in (ranks, found[sizes[0]][name])
+            )
             print(
                 f"{name:<9}{size:>5}{in_bytes(worst):>11}{worst * size / whole:>7.3f}"
                 f"{in_bytes(sent):>11}{in_bytes(plan):>11}{1e3 * seconds:>7.1f} ms"
+                f"{'  same' if bits == first else '  other'}"
                 f"{'' if exact else '  differs from the plan'}"
             )
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 import isokron
-from isokron.distributed.world import process_count, ranks_of
+from isokron.distributed.world import process_count
 from isokron.optim import layers
 from isokron.optim.natural import NaturalGradient
 from processes import run
@@ -28,8 +28,10 @@ def net(width: int = 6) -> nn.Sequential:
 
 
 def made(**settings: Any) -> tuple[nn.Sequential, NaturalGradient]:
-    model = net(settings.pop("width", 6))
-    return model, NaturalGradient(model, ranks=ranks_of(timeout=20), **{**SETTINGS, **settings})
+    model, reduce = net(settings.pop("width", 6)), settings.pop("reduce", "auto")
+    optimizer = NaturalGradient(model, **{**SETTINGS, **settings})
+    optimizer.distribute(reduce=reduce, timeout=20)
+    return model, optimizer
 
 
 def loss_of(model: nn.Module, step: int = 0, examples: int = 6) -> Tensor:
@@ -205,28 +207,26 @@ def test_each_decomposition_is_the_work_of_one_rank(tmp_path: Path) -> None:
 def silent() -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        NaturalGradient(net())
         _, optimizer = made()
-        copy.deepcopy(optimizer)
+        for each in (NaturalGradient(net()), copy.deepcopy(optimizer)):
+            loss_of(each.model).backward()
+            each.step()
     return [str(w.message) for w in caught if "ranks do not share" in str(w.message)]
 
 
 def test_ranks_nobody_spoke_of_are_warned_of_with_the_remedy(tmp_path: Path) -> None:
     for texts in run(2, silent, folder=tmp_path):
         assert len(texts) == 2  # of the first, and of a copy, which has no ranks
-        assert all("pass ranks=isokron.distributed.ranks_of()" in text for text in texts)
+        assert all("call optimizer.distribute()" in text for text in texts)
 
 
 def test_wrong_ranks_are_explained() -> None:
-    assert process_count() == 1
+    assert process_count() == 0
+    optimizer = isokron.NaturalGradient(net())
     with pytest.raises(RuntimeError, match="init_process_group"):
-        ranks_of()
-    with pytest.raises(TypeError, match=r"ranks must be None or Ranks, got int; .*ranks_of\(group"):
-        isokron.NaturalGradient(net(), ranks=2)
+        optimizer.distribute()
     with pytest.raises(ValueError, match="reduce must be one of 'auto', 'covariance'"):
-        isokron.NaturalGradient(net(), reduce="sum")
-    with pytest.raises(ValueError, match=r"reduce='gather' says how .*ranks=isokron"):
-        isokron.NaturalGradient(net(), reduce="gather")
+        optimizer.distribute(reduce="sum")
 
 
 def refused() -> str:

@@ -12,8 +12,8 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import isokron
+from isokron.distributed import Ranks, ranks_of
 from isokron.distributed.parcels import columns_to_rows, sum_
-from isokron.distributed.world import ranks_of
 from isokron.optim import modes, thin
 from isokron.optim.modes import bytes_sent, mode_of
 from processes import run
@@ -84,6 +84,15 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
         optimizer.step()
 
 
+def natural(
+    model: nn.Module, ranks: Ranks | None, reduce: str = "auto", **settings: Any
+) -> isokron.NaturalGradient:
+    optimizer = isokron.NaturalGradient(model, **settings)
+    if ranks is not None:
+        optimizer.distribute(ranks, reduce=reduce)
+    return optimizer
+
+
 def many_ranks(
     many: list[dict[str, Any]], dtype: torch.dtype = torch.float64, steps: int = 5
 ) -> list[tuple[list[Tensor], dict[str, Any]]]:
@@ -92,7 +101,7 @@ def many_ranks(
     for settings in many:
         model = Net(settings.get("method", "kfac"), dtype)
         wrapped = DistributedDataParallel(model)
-        optimizer = isokron.NaturalGradient(
+        optimizer = natural(
             model,
             **{**SETTINGS, "reduction": "global_mean", "ranks": ranks_of(timeout=60), **settings},
         )
@@ -171,9 +180,7 @@ def test_gram_matrices_of_ranks_do_not_add_up_but_those_of_rows_do(tmp_path: Pat
 def by_hand(reduction: str) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Without DDP: losses of own examples, and gradients that the user adds up or averages."""
     model, size = Net(), dist.get_world_size()
-    optimizer = isokron.NaturalGradient(
-        model, **SETTINGS, reduction=reduction, ranks=ranks_of(timeout=60)
-    )
+    optimizer = natural(model, **SETTINGS, reduction=reduction, ranks=ranks_of(timeout=60))
     states = {}
     for step in range(4):
         optimizer.zero_grad()
@@ -226,9 +233,7 @@ def test_means_of_ranks_weigh_examples_in_the_gradient_and_not_in_the_curvature(
 
 def all_kinds(reduce: str) -> list[Tensor]:
     model = Kinds()
-    optimizer = isokron.NaturalGradient(
-        model, layers="*", ranks=ranks_of(timeout=60), reduce=reduce, **KINDS
-    )
+    optimizer = natural(model, layers="*", ranks=ranks_of(timeout=60), reduce=reduce, **KINDS)
     wrapped = DistributedDataParallel(model)
     for step in range(3):
         optimizer.zero_grad()
@@ -274,7 +279,7 @@ def test_embeddings_attention_and_norms_are_shared_too(reduce: str, tmp_path: Pa
 
 def resumed(saved: bytes, weights: list[Tensor], reduce: str) -> list[Tensor]:
     model = Net()
-    optimizer = isokron.NaturalGradient(model, ranks=ranks_of(timeout=60), reduce=reduce)
+    optimizer = natural(model, ranks=ranks_of(timeout=60), reduce=reduce)
     with torch.no_grad():
         for param, value in zip(model.parameters(), weights, strict=True):
             param.copy_(value)
@@ -285,7 +290,7 @@ def resumed(saved: bytes, weights: list[Tensor], reduce: str) -> list[Tensor]:
 
 def saving(reduce: str) -> tuple[list[Tensor], bytes, int]:
     model = Net()
-    optimizer = isokron.NaturalGradient(
+    optimizer = natural(
         model, **SETTINGS, reduction="global_mean", ranks=ranks_of(timeout=60), reduce=reduce
     )
     train(DistributedDataParallel(model), optimizer, range(3))
@@ -303,7 +308,7 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks(reduce: str, tmp_path
         for params in run(ranks, resumed, saved, weights, reduce, folder=tmp_path):
             assert_same(params, one_rank(), 1e-10)
     if reduce == "gram":
-        with pytest.raises(ValueError, match=r"'wide'.* kept as columns.*ranks=ranks_of\(\)"):
+        with pytest.raises(ValueError, match=r"'wide'.* kept as columns.*distribute\(reduce="):
             isokron.NaturalGradient(Net()).load_state_dict(
                 torch.load(io.BytesIO(saved), weights_only=True)
             )
@@ -312,7 +317,7 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks(reduce: str, tmp_path
 def shortened() -> tuple[list[Tensor], int]:
     thin.MOST = 16
     model = Net()
-    optimizer = isokron.NaturalGradient(
+    optimizer = natural(
         model, **SETTINGS, reduction="global_mean", ranks=ranks_of(timeout=60), reduce="gram"
     )
     train(DistributedDataParallel(model), optimizer, range(5))
@@ -333,7 +338,7 @@ def counted(reduce: str) -> tuple[int, int, int]:
     """Bytes sent in a step that looks and does not refresh, and what the costs of sides say."""
     modes.LARGE = 30  # so that "auto" has all three of them
     model, ranks = Net(), ranks_of(timeout=60)
-    optimizer = isokron.NaturalGradient(
+    optimizer = natural(
         model,
         **{**SETTINGS, "every": 4, "statistics_every": 3, "reduction": "global_mean"},
         ranks=ranks,

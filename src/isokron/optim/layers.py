@@ -210,6 +210,6 @@ class Layers:
         if self.pooling is None:
             raise ValueError(
                 f"NaturalGradient: layer {site.name!r} of the checkpoint is kept as columns, as "
-                'reduce="gram" has it; load it into an optimizer with ranks=ranks_of()'
+                'reduce="gram" has it; load it after optimizer.distribute(reduce="gram")'
             )
         return thin.own_(state, site.layout.shape[1], self.pooling.ranks)

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isokron.distributed import Ranks
+from isokron.distributed import TIMEOUT, Ranks, ranks_of
 from isokron.optim import checkpoint
 from isokron.optim.adamw import AdamW
 from isokron.optim.groups import check_param, param_name
 from isokron.optim.layers import Layers
 from isokron.optim.looking import look
-from isokron.optim.natural_settings import check_natural, check_ranks, check_whole, warn_of_ranks
+from isokron.optim.natural_settings import check_natural, check_reduce, check_whole, warn_of_ranks
 from isokron.optim.pooling import Pooling
 from isokron.optim.settings import SHARED
 
@@ -33,9 +33,7 @@ class NaturalGradient(torch.optim.Optimizer):
     `kl_clip` κ: ν = min(1, √(κ / lr²⟨V, M̂⟩)).
     `method`: "ekfac" measures eigenvalues in the bases. `layers`: patterns of names; None is all
     linear layers, convolutions and attention. `adapt_damping`: by the closure's loss after a step.
-    `adamw_lr`, `betas`, `eps`: of AdamW, which has all other parameters. `ranks`: those that share
-    what layers see, isokron.distributed.ranks_of(group), while gradients are averaged by DDP or by
-    you; `reduce`: how, see isokron.optim.modes. See docs/natural.md.
+    `adamw_lr`, `betas`, `eps`: of AdamW, which has all other parameters. See docs/natural.md.
     """
 
     def __init__(
@@ -58,8 +56,6 @@ class NaturalGradient(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         nonfinite: str = "raise",
-        ranks: Ranks | None = None,
-        reduce: str = "auto",
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(
@@ -84,8 +80,8 @@ class NaturalGradient(torch.optim.Optimizer):
         }
         self.loss_scale = 1.0  # of a GradScaler: gradients of outputs are never unscaled by it
         self.skipped_steps = self.failed_refreshes = 0
-        check_ranks(ranks, reduce, method)
-        self.ranks, self.reduce = ranks, reduce
+        self.ranks: Ranks | None = None
+        self.reduce, self._warned = "auto", False
         several = [layers] if isinstance(layers, str) else layers
         self._patterns = None if several is None else list(several)
         self._attach(model)
@@ -99,6 +95,26 @@ class NaturalGradient(torch.optim.Optimizer):
             for i, param in enumerate(group["params"]):
                 check_param("NaturalGradient", param_name(group, i), param, group)
                 check_whole(param_name(group, i), param)
+        self._bind()
+
+    def distribute(
+        self, group: Any = None, *, reduce: str = "auto", timeout: float = TIMEOUT
+    ) -> None:
+        """Share what layers see with the processes of a group, by default all, while DDP or you
+        average the gradients. Call it on all of them before the first step.
+
+        `reduce`: how statistics travel, see isokron.optim.modes. `timeout`: seconds that a process
+        waits for others.
+        """
+        if self.state or self.param_groups[0]["steps"]:
+            raise RuntimeError(
+                "NaturalGradient: distribute() must come before the first step, and before a state "
+                "is loaded; make the optimizer anew"
+            )
+        check_reduce(reduce, self.param_groups[0]["method"])
+        self.ranks, self.reduce = ranks_of(group, timeout), reduce
+        self._closing()
+        self._attach(self.model)
         self._bind()
 
     def _attach(self, model: nn.Module) -> None:
@@ -161,6 +177,9 @@ class NaturalGradient(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self.ranks is None and not self._warned:
+            self._warned = True
+            warn_of_ranks()
         seen, unfit = look(self._layers, self.param_groups, float(self.loss_scale))
         if unfit is not None:
             self.skipped_steps += 1
@@ -266,8 +285,7 @@ class NaturalGradient(torch.optim.Optimizer):
         super().__setstate__(state)
         self.defaults.pop("differentiable", None)  # torch adds it; no group here has a use for it
         if "model" in state:
-            self.ranks, self.reduce = None, "auto"
-            warn_of_ranks()
+            self.ranks, self.reduce, self._warned = None, "auto", False
             self._attach(state["model"])
         checkpoint.unshield(self.state)
         self._layers.recorder.forget()

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from isokron.distributed import Ranks, is_sharded, process_count
+from isokron.distributed import is_sharded, process_count
 from isokron.optim.groups import check_group, check_number
 from isokron.optim.modes import MODES
 
@@ -46,36 +46,24 @@ def check_whole(name: str, param: Tensor) -> None:
         )
 
 
-def check_ranks(ranks: Any, reduce: str, method: str) -> None:
-    """Refuse what ranks could not do, and warn where there are some that nobody spoke of."""
-    if ranks is not None and not isinstance(ranks, Ranks):
-        raise TypeError(
-            f"NaturalGradient: ranks must be None or Ranks, got {type(ranks).__name__}; write "
-            "ranks=isokron.distributed.ranks_of(group)"
-        )
+def check_reduce(reduce: str, method: str) -> None:
+    """Refuse what ranks could not do."""
     if reduce not in MODES:
         raise ValueError(
             f"NaturalGradient: reduce must be one of {', '.join(map(repr, MODES))}, got "
             f"reduce={reduce!r}"
-        )
-    if reduce != "auto" and ranks is None:
-        raise ValueError(
-            f"NaturalGradient: reduce={reduce!r} says how ranks share what they see, but there are "
-            "none; pass ranks=isokron.distributed.ranks_of()"
         )
     if reduce == "gram" and method == "ekfac":
         raise ValueError(
             'NaturalGradient: reduce="gram" keeps no whole basis of outputs, in which '
             'method="ekfac" could measure; use method="kfac", or reduce="auto"'
         )
-    if ranks is None:
-        warn_of_ranks()
 
 
 def warn_of_ranks() -> None:
     if (count := process_count()) > 1:
         warnings.warn(
             f"NaturalGradient: {count} ranks do not share what their layers see, so that equal "
-            "models drift apart; pass ranks=isokron.distributed.ranks_of(), or train on one rank",
+            "models drift apart; call optimizer.distribute() before the first step",
             stacklevel=4,
         )
