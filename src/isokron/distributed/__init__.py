@@ -11,7 +11,6 @@ from isokron.distributed.partial import (
 )
 from isokron.distributed.places import (
     Place,
-    Sharing,
     fill_,
     gather_parts_,
     is_sharded,
@@ -21,6 +20,7 @@ from isokron.distributed.places import (
 )
 from isokron.distributed.ranks import TIMEOUT, Ranks
 from isokron.distributed.regions import block_of_shard, holders
+from isokron.distributed.sharing import Sharing
 from isokron.distributed.travel import Arriving, Travel
 from isokron.distributed.world import process_count, ranks_of
 

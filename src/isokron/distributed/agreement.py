@@ -34,6 +34,7 @@ def agreed_trouble(
     asked = torch.tensor([mark, -mark, level], device=ranks.device)
     most, least, troubled = ranks.all_reduce_(asked, dist.ReduceOp.MAX).tolist()
     if most != -least:
+        ranks.agree("what an optimizer shares", [name for name, _ in facts])
         for name, fact in facts:
             ranks.agree(name, fact)
         raise RuntimeError(
