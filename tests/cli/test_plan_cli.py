@@ -4,7 +4,19 @@ import json
 
 import pytest
 
-SMALL = ("plan", "--model", "gpt2", "--ranks", "8", "--flops", "1", "--optimizers", "adamw,soap")
+SMALL = (
+    "plan",
+    "--model",
+    "gpt2",
+    "--ranks",
+    "8",
+    "--flops",
+    "1",
+    "--eigh-flops",
+    "1",
+    "--optimizers",
+    "adamw,soap",
+)
 
 
 @pytest.fixture
@@ -44,8 +56,12 @@ def test_a_plan_is_data_for_machines(inside, printed) -> None:
         (("--model", "gpt2", "--ranks", "6", "--optimizers", "natural"), "cannot be planned"),
         (("--model", "gpt2", "--ranks", "6", "--optimizers", "sop"), "did you mean soap"),
         (("--model", "gpt2", "--ranks", "6", "--dtype", "int8"), "dtype must be one of"),
-        (("--model", "gpt2", "--ranks", "6", "--flops", "0"), "positive number of TFLOP/s"),
-        (("--model", "gpt2", "--ranks", "6", "--eigh-flops", "1"), "needs flops"),
+        (
+            ("--model", "gpt2", "--ranks", "6", "--flops", "0", "--eigh-flops", "1"),
+            "positive number of TFLOP/s",
+        ),
+        (("--model", "gpt2", "--ranks", "6", "--flops", "1"), "go together"),
+        (("--model", "gpt2", "--ranks", "6", "--eigh-flops", "1"), "go together"),
         (("--ranks", "6"), "--model"),
     ],
 )

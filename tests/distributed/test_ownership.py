@@ -172,3 +172,52 @@ def test_what_travels_in_half_precision_is_the_same_on_all_ranks(tmp_path: Path)
     wanted = one_process(number)
     largest = max(float((a - b).abs().max()) for a, b in zip(first, wanted, strict=True))
     assert 1e-6 < largest < 1e-2
+
+
+def changed_midway(kind: str, what: str) -> list[Tensor]:
+    """Something changes that makes plans anew: whoever has the state of a block keeps it."""
+    case = next(case for case in CASES if case.name == "soap")
+    params, optimizer = make(case, max_dim=8)
+    if kind == "sharded":
+        from torch.distributed.device_mesh import init_device_mesh
+
+        params = sharded(params, init_device_mesh("cpu", (dist.get_world_size(),)))
+        optimizer = case.make(params, max_dim=8)
+    elif kind == "whole":
+        optimizer.distribute()
+    params[1].requires_grad_(what != "thaw")
+    for step in range(8):
+        if step == 4:
+            params[1].requires_grad_(True)
+            optimizer.param_groups[0]["every"] = 5 if what == "every" else 3
+        if step == 6 and what == "load":
+            optimizer.load_state_dict(optimizer.state_dict())
+        for param, grad in zip(params, gradients(step), strict=True):
+            there = grad is not None and param.requires_grad
+            param.grad = like(grad, param) if there and grad is not None else None
+        optimizer.step()
+    return [whole(param.detach()) for param in params]
+
+
+@pytest.mark.parametrize("what", ["thaw", "every", "load"])
+@pytest.mark.parametrize("kind", ["whole", "sharded"])
+def test_blocks_keep_their_owners_and_so_their_state(kind: str, what: str, tmp_path: Path) -> None:
+    wanted = changed_midway("alone", what)
+    for found in run(2, changed_midway, kind, what, folder=tmp_path):
+        for one, many in zip(wanted, found, strict=True):
+            torch.testing.assert_close(many, one, rtol=1e-6, atol=1e-6)  # lost state is 0.04 off
+
+
+def grafted_later() -> str:
+    params, optimizer = make(next(case for case in CASES if case.name == "shampoo-eigen"))
+    optimizer.distribute()
+    stepped(params, optimizer, range(2))
+    optimizer.param_groups[0].update(graft="adam", graft_by="parameter")
+    with pytest.raises(RuntimeError) as caught:
+        stepped(params, optimizer, range(2, 3))
+    return str(caught.value)
+
+
+def test_what_would_move_state_between_ranks_is_refused(tmp_path: Path) -> None:
+    for text in run(2, grafted_later, folder=tmp_path):
+        assert "set graft and graft_by before the first step" in text

@@ -202,3 +202,28 @@ def test_a_foreign_checkpoint_is_refused_by_its_first_key(tmp_path: Path) -> Non
         assert len(texts) == 2
         assert "Missing key in checkpoint state_dict: optimizer.state." in texts[0]
         assert "Shampoo: state of parameter" in texts[1]
+
+
+def asked_in_every_way(name: str) -> list[str]:
+    """A model with one matrix, of which one rank owns all there is."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+    model = nn.Linear(6, 4)
+    optimizer = getattr(isokron, name)(model.parameters(), state_dtype=torch.float32)
+    optimizer.distribute()
+    model(torch.ones(1, 6)).sum().backward()
+    optimizer.step()
+    with pytest.raises(TypeError, match="holds one rank's part"):
+        saved_and_loaded(optimizer.state_dict())
+    get_optimizer_state_dict(model, optimizer, options=StateDictOptions(cpu_offload=True))
+    full = StateDictOptions(full_state_dict=True)
+    state = saved_and_loaded(get_optimizer_state_dict(model, optimizer, options=full))["state"]
+    return sorted(f"{param}.{key}" for param, entry in state.items() for key in entry)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SOAP"])
+def test_a_rank_that_owns_everything_answers_as_the_others_do(name: str, tmp_path: Path) -> None:
+    first, second = run(2, asked_in_every_way, name, folder=tmp_path)
+    assert first == second
+    assert "bias.exp_avg" in first
+    assert ("weight.exp_avg" if name == "AdamW" else "weight.basis.0.0") in first

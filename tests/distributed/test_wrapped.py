@@ -118,11 +118,17 @@ def differing(what: str) -> str:
         param.grad = torch.ones_like(param)
     if what == "gradients" and rank:
         params[1].grad = None
+    if what == "averages":
+        params[0].grad = torch.full_like(params[0], 1.0 + rank)
+    if what == "values" and rank:
+        params[0].data[0, 0] += 1e-7
+    if what == "frozen" and rank:
+        params[1].requires_grad_(False)
     if what == "infinite" and rank:
         params[0].grad = torch.full_like(params[0], torch.inf)
     with pytest.raises((RuntimeError, FloatingPointError)) as caught:
         optimizer.step()
-    assert all(bool((param == 1).all()) for param in params)
+    assert all(torch.allclose(param, torch.ones_like(param)) for param in params)
     return str(caught.value)
 
 
@@ -132,6 +138,9 @@ def differing(what: str) -> str:
         ("order", "parameters of group 0 must be the same on all 3 ranks"),
         ("settings", "settings of group 0 must be the same on all 3 ranks"),
         ("gradients", "parameters of group 0 that have gradients must be the same"),
+        ("averages", "gradients must be the same on all 3 ranks, but their norms are from"),
+        ("values", "values of the parameters of group 0 must be the same on all 3 ranks"),
+        ("frozen", "parameters of group 0 must be the same on all 3 ranks"),
         ("infinite", "non-finite gradient of parameter number 0 of shape (4, 5)"),
     ],
 )

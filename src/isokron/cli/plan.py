@@ -72,7 +72,8 @@ def plan(
     eigh_flops: Annotated[
         float | None,
         typer.Option(
-            help="Speed of decompositions, of which a d×d one counts as 10·d³. Default: --flops.",
+            help="Speed of decompositions, of which a d×d one counts as 10·d³; on GPUs many times "
+            "less than of products.",
             rich_help_panel=RANKS,
         ),
     ] = None,
@@ -89,7 +90,8 @@ def plan(
 
       isokron plan --model llama-7b --ranks 64
 
-      isokron plan --model llama-70b --ranks 4096 --layout hsdp --shard 64 --flops 300
+      isokron plan --model llama-70b --ranks 4096 --layout hsdp --shard 64 \\
+        --flops 300 --eigh-flops 1
 
       isokron plan --model gpt2 --ranks 8 --optimizers 'adamw,soap(max_dim=1024)' --json
     """
@@ -107,8 +109,11 @@ def plan(
         sent = None if communication is None else _dtype("communication", communication)
         where = make_layout(layout, ranks, shard, sent)
         entrants = [resolve(spec) for spec in split_specs(optimizers)]
-        if flops is None and eigh_flops is not None:
-            raise ValueError("eigh-flops needs flops, the speed of products, beside it")
+        if (flops is None) != (eigh_flops is None):
+            raise ValueError(
+                "flops, the speed of products, and eigh-flops, of decompositions, go together; "
+                "give both, or neither to have them measured here"
+            )
         speed = None if flops is None else given_speed(flops, eigh_flops)
         made = make_model(model, _dtype("dtype", dtype))
         built = {e.spec: check_optimizer(e.spec, e.build(made, 1e-3)) for e in entrants}
@@ -143,6 +148,8 @@ def show(report: Report) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=WIDTH, color_system=None)
+    elif console.width < WIDTH:  # lines that wrap are better than numbers that are cut
+        console = Console(width=WIDTH)
     for line in heading(report):
         console.print(line, markup=False, highlight=False)
     console.print(rich_table(report))

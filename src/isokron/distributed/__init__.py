@@ -5,6 +5,7 @@ from isokron.distributed.complete import completed, gathered
 from isokron.distributed.ownership import assign, block_cost
 from isokron.distributed.partial import (
     PartialState,
+    asked_by_torch,
     full_is_asked_for,
     full_state_dict,
     partial_state,
@@ -20,7 +21,7 @@ from isokron.distributed.places import (
 )
 from isokron.distributed.ranks import TIMEOUT, Ranks
 from isokron.distributed.regions import block_of_shard, holders
-from isokron.distributed.sharing import Sharing
+from isokron.distributed.sharing import Sharing, check_communication
 from isokron.distributed.travel import Arriving, Travel
 from isokron.distributed.world import process_count, ranks_of
 
@@ -33,9 +34,11 @@ __all__ = [
     "Sharing",
     "Travel",
     "agreed_trouble",
+    "asked_by_torch",
     "assign",
     "block_cost",
     "block_of_shard",
+    "check_communication",
     "completed",
     "fill_",
     "full_is_asked_for",

@@ -3,6 +3,7 @@
 import sys
 from copy import deepcopy
 from functools import cache
+from types import FrameType
 from typing import Any, NoReturn
 
 from torch.utils import _pytree as pytree
@@ -62,17 +63,22 @@ def full_state_dict(optimizer: Any) -> dict[str, Any]:
     return gather() if gather is not None else optimizer.state_dict()
 
 
-def full_is_asked_for() -> bool:
-    """Whether torch.distributed.checkpoint.state_dict asks, and for all that any rank has.
+def asked_by_torch() -> Any:
+    """What torch.distributed.checkpoint.state_dict asks an optimizer with; None if it does not.
 
     With `full_state_dict=True` it puts shards of DTensors together and takes everything else from
     one rank: what others own would be lost without a word. It has no way to say so to an optimizer,
     so its frame is read.
     """
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != "_get_optim_state_dict":
-        if frame.f_back is None:
-            return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        theirs = frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
+        if theirs and frame.f_code.co_name == "_get_optim_state_dict":
+            return frame.f_locals.get("info")
         frame = frame.f_back
-    ours = frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
-    return ours and bool(getattr(frame.f_locals.get("info"), "full_state_dict", False))
+    return None
+
+
+def full_is_asked_for() -> bool:
+    """Whether torch asks for all that any rank has."""
+    return bool(getattr(asked_by_torch(), "full_state_dict", False))

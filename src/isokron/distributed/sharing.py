@@ -2,13 +2,22 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from isokron.distributed.agreement import agreed_trouble
-from isokron.distributed.places import Place, chunk_bounds, is_plain_shard, is_sharded, mesh_of
+from isokron.distributed.places import (
+    Place,
+    chunk_bounds,
+    is_plain_shard,
+    is_sharded,
+    mesh_of,
+    sum_of_bits,
+)
 from isokron.distributed.ranks import TIMEOUT, Ranks
 
 
@@ -25,6 +34,9 @@ class Sharing:
     communication_dtype: torch.dtype | None = None
     timeout: float = TIMEOUT
     groups: dict[Any, Ranks] = field(default_factory=dict)  # by process group
+    # of blocks that have had one, by parameter: whoever has the state of a block keeps it
+    owners: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
+    met: bool = False  # whether ranks have found that they start from the same parameters
 
     def place(self, param: Tensor) -> Place | None:
         """Where it is shared; None for one that this process steps by itself."""
@@ -74,12 +86,27 @@ class Sharing:
             found = check()
         except FloatingPointError as error:
             found, raised = str(error), error
-        for ranks, facts in parties.items():
-            trouble = agreed_trouble(ranks, facts, found, raised is not None)
-            if trouble and trouble.fatal:
-                raise FloatingPointError(trouble.text) from raised
-            found = found or (trouble.text if trouble else None)
+        fatal = raised is not None
+        for ranks, facts in parties.items():  # all of them hear of it before anybody raises
+            trouble = agreed_trouble(ranks, facts, found, fatal, self._length(ranks, groups))
+            if trouble is not None:
+                found, fatal = trouble.text, fatal or trouble.fatal
+        if fatal:
+            raise FloatingPointError(found) from raised
+        self.met = True
         return found
+
+    def _length(self, ranks: Ranks, groups: Sequence[Mapping[str, Any]]) -> float:
+        """The norm of gradients that all of `ranks` have whole, and so must have alike."""
+        if ranks is not self.ranks:
+            return 0.0
+        params = [p for group in groups for p in group["params"] if not is_sharded(p)]
+        grads = [p.grad for p in params if p.grad is not None]
+        if not grads:
+            return 0.0
+        wide = reduce(torch.promote_types, {grad.dtype for grad in grads}, torch.float32)
+        norms = torch._foreach_norm(grads, dtype=wide)
+        return float(torch.stack([norm.double().cpu() for norm in norms]).norm())
 
     def _parties(self, groups: Sequence[Mapping[str, Any]]) -> dict[Ranks, list[tuple[str, Any]]]:
         """With whom this step is shared, and what all of them must agree in."""
@@ -90,7 +117,8 @@ class Sharing:
                 place = self.place(param)
                 if place is not None:
                     names = group.get("param_names")
-                    about = (names[i] if names else i, tuple(param.shape), str(param.dtype))
+                    name, learns = names[i] if names else i, param.requires_grad
+                    about = (name, tuple(param.shape), str(param.dtype), learns)
                     _check_gradient(about[0], param)
                     shared.setdefault(place.ranks, []).append((about, param.grad is not None))
             for ranks, params in shared.items():
@@ -103,7 +131,19 @@ class Sharing:
                     )
                 )
                 facts.append((f"settings of group {number}", _settings(group)))
+                if ranks is self.ranks and not self.met:
+                    plain = [p for p in group["params"] if not is_sharded(p)]
+                    bits = [sum_of_bits(param) for param in plain]
+                    facts.append((f"values of the parameters of group {number}", bits))
         return parties
+
+
+def check_communication(who: str, dtype: Any) -> None:
+    real = dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
+    if not real:
+        raise ValueError(
+            f"{who}: communication_dtype must be None or a floating-point dtype, got {dtype!r}"
+        )
 
 
 def _check_gradient(name: Any, param: Tensor) -> None:

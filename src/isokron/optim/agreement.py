@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isokron.distributed import check_communication
 from isokron.distributed.buckets import Bucket
 from isokron.distributed.ranks import Ranks
 from isokron.optim.settings import CHOICES
@@ -25,9 +26,7 @@ def check_arguments(
     need(nonfinite in choices, "nonfinite", f"one of {', '.join(map(repr, choices))}", nonfinite)
     whole = isinstance(bucket_bytes, int) and bucket_bytes > 0
     need(whole, "bucket_bytes", "a whole number above 0", bucket_bytes)
-    dtype = communication_dtype
-    real = dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
-    need(real, "communication_dtype", "None or a floating-point dtype", dtype)
+    check_communication(who, communication_dtype)
 
 
 def plain_settings(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -37,12 +36,6 @@ def plain_settings(group: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in group.items()
         if key not in ("params", "param_names")
     }
-
-
-def sum_of_bits(param: Tensor) -> int:
-    """A number that hardly ever is the same for other elements."""
-    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[param.element_size()]
-    return int(param.detach().contiguous().view(whole).sum(dtype=torch.int64))
 
 
 def unfit(bucket: Bucket, section: Tensor, rank: int) -> set[int]:

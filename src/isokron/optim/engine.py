@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from isokron.distributed import (
     TIMEOUT,
     Sharing,
+    asked_by_torch,
+    check_communication,
     completed,
     full_is_asked_for,
     gathered,
@@ -230,6 +232,7 @@ class Preconditioned(torch.optim.Optimizer):
                 f"{type(self).__name__}: distribute() must come before the first step, and before "
                 "a state is loaded; make the optimizer anew"
             )
+        check_communication(type(self).__name__, communication_dtype)
         self._sharing = Sharing(ranks_of(group, timeout), communication_dtype, timeout)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -272,11 +275,18 @@ class Preconditioned(torch.optim.Optimizer):
             index: {**entry, "step": torch.as_tensor(entry["step"]).clone()}
             for index, entry in packed["state"].items()
         }
-        if not any(plan.elsewhere() for plan in self._plans.made):
+        if asked_by_torch() is not None:
+            packed["param_groups"] = checkpoint.spelt(packed)
+        if not self._divides():
             return packed
-        if full_is_asked_for():
-            return self._completed({**packed, "param_groups": checkpoint.spelt(packed)})
-        return partial_state(packed)
+        return self._completed(packed) if full_is_asked_for() else partial_state(packed)
+
+    def _divides(self) -> bool:
+        """Whether ranks have parts of the state that are not shards of their own parameters."""
+        blocks = any(batch.shared for plan in self._plans.made for batch in plan.batches)
+        parties = self._sharing.parties(self.param_groups)
+        several = any(ranks.size > 1 for ranks in parties)
+        return several and bool(self.state) and (blocks or self._sharing.ranks is not None)
 
     def full_state_dict(self) -> dict[str, Any]:
         """The state of all blocks and of whole parameters, as one process would have it.

@@ -182,7 +182,8 @@ def _divided(
         }
         costs = [block_cost(row.block.shape, group) for row in rows]
         load = loads.setdefault(ranks, [0.0] * ranks.size)
-        owners.update(zip(blocks, assign(costs, keys[together], load), strict=True))
+        found = _owners(rows, keys[together], costs, ranks, sharing, load)
+        owners.update(zip(blocks, found, strict=True))
     result = []
     for batch in batches:
         if batch.rows[0].param not in places:
@@ -195,3 +196,35 @@ def _divided(
         mine.phase = [batch.phase[i] for i in whole.travel.own]
         result.append(mine)
     return result
+
+
+def _owners(
+    rows: Sequence[Row],
+    keys: Sequence[Any],
+    costs: Sequence[float],
+    ranks: Ranks,
+    sharing: Sharing,
+    load: list[float],
+) -> list[int]:
+    """Of every row; whoever has the state of a block keeps it, and of blocks of the same key."""
+    names = [(ranks, row.number, row.block.shape) for row in rows]
+    known = [
+        sharing.owners.get(row.param, {}).get(name) for row, name in zip(rows, names, strict=True)
+    ]
+    kept: dict[Any, int] = {}
+    for key, owner, cost in zip(keys, known, costs, strict=True):
+        if owner is not None:
+            load[owner] += cost
+            if kept.setdefault(key, owner) != owner:
+                raise RuntimeError(
+                    "blocks of a parameter have to come together on one rank, and their state is "
+                    "on several; set graft and graft_by before the first step, or load a "
+                    "checkpoint into an optimizer that is made with them"
+                )
+    new = [i for i, key in enumerate(keys) if key not in kept]
+    fresh = [keys[i] for i in new]
+    kept |= dict(zip(fresh, assign([costs[i] for i in new], fresh, load), strict=True))
+    found = [kept[key] for key in keys]
+    for row, name, owner in zip(rows, names, found, strict=True):
+        sharing.owners.setdefault(row.param, {})[name] = owner
+    return found

@@ -64,6 +64,7 @@ LAYOUT = (
     "max_dim",
     "oversize",
     "graft",
+    "graft_by",
     "every",
     "stagger",
     "average",

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from isokron.distributed.exchange import Gathering
 from isokron.distributed.gradients import AHEAD, AtStep, InBackward
 from isokron.distributed.partial import full_is_asked_for, partial_state
+from isokron.distributed.places import sum_of_bits
 from isokron.distributed.ranks import TIMEOUT
 from isokron.distributed.world import beside, ranks_of
 from isokron.optim import checkpoint
@@ -22,7 +23,6 @@ from isokron.optim.agreement import (
     check_arguments,
     everybodys,
     plain_settings,
-    sum_of_bits,
     unfit,
 )
 from isokron.optim.engine import Params

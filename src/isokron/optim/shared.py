@@ -1,6 +1,7 @@
 """Rows of a batch that several processes work on: each owns some and writes what it has of all."""
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -103,12 +104,12 @@ class Shared:
         return found
 
     def _collect(self, of: Callable[[Tensor], Tensor | None]) -> Arriving:
-        pieces, like, own = [], torch.empty(0), set(self.travel.own)
-        for i in self.at:
-            spot, whole = self.here[i], of(self.rows[i].param)
-            if whole is None:
-                raise AssertionError("a row without gradient takes part in a step")
-            like = local(whole)
-            asked = spot is not None and (self.travel.held is not None or i in own)
-            pieces.append(spot.read(like) if asked and spot is not None else None)
-        return self.travel.collect(pieces, self.at, like.new_empty(0))
+        found = [(self.here[i], of(self.rows[i].param)) for i in self.at]
+        whole = [(spot, local(tensor)) for spot, tensor in found if tensor is not None]
+        sharded, own = self.travel.held is not None, set(self.travel.own)
+        pieces = [
+            spot.read(tensor) if spot is not None and (sharded or i in own) else None
+            for i, (spot, tensor) in zip(self.at, whole, strict=True)
+        ]
+        dtype = reduce(torch.promote_types, {tensor.dtype for _, tensor in whole})
+        return self.travel.collect(pieces, self.at, whole[0][1].new_empty(0, dtype=dtype))

@@ -84,7 +84,9 @@ def as_json(report: Report) -> dict[str, Any]:
         "layout": layout.kind,
         "ranks": layout.ranks,
         "shard": layout.size,
-        "communication": str(layout.communication).removeprefix("torch."),
+        "communication": None
+        if layout.communication is None
+        else str(layout.communication).removeprefix("torch."),
         "product_flops": report.speed.products,
         "eigh_flops": report.speed.decompositions,
         "speed": report.speed.about,
