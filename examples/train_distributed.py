@@ -71,13 +71,17 @@ def main() -> None:
         optimizer.distribute()  # shards need no word: they are owned by those that have them
 
     begin = 0
-    if args.checkpoint and args.checkpoint.exists():
+    # torch writes .metadata last: a folder without it was not finished
+    done = sorted(args.checkpoint.glob("*/.metadata")) if args.checkpoint else []
+    if done:
         weights, state = get_state_dict(model, optimizer)
         saved: dict[str, Any] = {"model": weights, "optimizer": state, "step": torch.zeros(())}
-        state_dict_loader.load(saved, checkpoint_id=args.checkpoint)
+        state_dict_loader.load(saved, checkpoint_id=done[-1].parent)
         weights, state = saved["model"], saved["optimizer"]
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
         begin = int(saved["step"])
+        if rank == 0:
+            print(f"goes on from step {begin} of {done[-1].parent}")
 
     for step in range(begin, begin + args.steps):
         own = batch(step).chunk(ranks)[rank]
@@ -94,7 +98,7 @@ def main() -> None:
     if args.checkpoint:
         weights, state = get_state_dict(model, optimizer)
         saved = {"model": weights, "optimizer": state, "step": torch.tensor(float(step + 1))}
-        state_dict_saver.save(saved, checkpoint_id=args.checkpoint)
+        state_dict_saver.save(saved, checkpoint_id=args.checkpoint / f"step-{step + 1:06d}")
     if ranks > 1:
         distributed.barrier()
         distributed.destroy_process_group()
