@@ -9,6 +9,8 @@ from torch import nn
 
 import isokron
 from cases import CASES, Case, net
+from isokron.distributed.agreement import AGREEMENT
+from isokron.distributed.traffic import sent_by_reduce
 from isokron.planning import given_speed, load_of, make_layout, make_model
 
 GPT2 = make_model("gpt2")
@@ -55,7 +57,7 @@ def test_sharded_blocks_in_half_precision_send_half() -> None:
     optimizer = isokron.SOAP(isokron.param_groups(GPT2))
     wide = load_of(optimizer, make_layout("fsdp", 8))
     half = load_of(optimizer, make_layout("fsdp", 8, communication=torch.bfloat16))
-    agreed = 2 * 24 * 7 // 8
+    agreed = sent_by_reduce(AGREEMENT, 8)
     assert np.array_equal((wide.sent - agreed) // 2, half.sent - agreed)
     assert np.array_equal(wide.state, half.state)
 
