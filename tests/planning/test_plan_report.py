@@ -19,7 +19,9 @@ def report(kind: str, ranks: int, shard: int | None = None):
         long: isokron.Shampoo(isokron.param_groups(model)),
         "muon": isokron.Muon(isokron.param_groups(model)),
     }
-    return make_report("gpt2", model, optimizers, make_layout(kind, ranks, shard), given_speed(1))
+    return make_report(
+        "gpt2", model, optimizers, make_layout(kind, ranks, shard), given_speed(1, 1)
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -109,12 +109,14 @@ def plan(
         sent = None if communication is None else _dtype("communication", communication)
         where = make_layout(layout, ranks, shard, sent)
         entrants = [resolve(spec) for spec in split_specs(optimizers)]
-        if (flops is None) != (eigh_flops is None):
+        speed = None
+        if flops is not None and eigh_flops is not None:
+            speed = given_speed(flops, eigh_flops)
+        elif flops is not None or eigh_flops is not None:
             raise ValueError(
                 "flops, the speed of products, and eigh-flops, of decompositions, go together; "
                 "give both, or neither to have them measured here"
             )
-        speed = None if flops is None else given_speed(flops, eigh_flops)
         made = make_model(model, _dtype("dtype", dtype))
         built = {e.spec: check_optimizer(e.spec, e.build(made, 1e-3)) for e in entrants}
     with reported(1):

@@ -28,11 +28,8 @@ def together(ranks: Ranks | None, what: str) -> Iterator[None]:
     if ranks is None:
         yield
         return
-    try:
+    with _telling(ranks):
         yield
-    except Exception as error:
-        _tell(ranks, error)
-        raise
     _raise_elsewhere(ranks, what)
 
 
@@ -46,11 +43,8 @@ def in_turn(ranks: Ranks | None, what: str) -> Iterator[None]:
         _raise_elsewhere(ranks, what)
         yield
         return
-    try:
+    with _telling(ranks):
         yield
-    except Exception as error:
-        _tell(ranks, error)
-        raise
     _raise_elsewhere(ranks, what)
 
 
@@ -149,11 +143,17 @@ def _named(told: Mapping[str, tuple[str, list[int]]], flat: Tensor) -> dict[str,
     }
 
 
-def _tell(ranks: Ranks, error: Exception) -> None:
-    """The others that this rank has failed; but those that did not come will not come for this."""
-    if not isinstance(error, Gone):
+@contextmanager
+def _telling(ranks: Ranks) -> Iterator[None]:
+    """The others hear of an error; but those that did not come will not come for this."""
+    try:
+        yield
+    except Gone:
+        raise
+    except Exception:
         with suppress(Gone):
             _failed(ranks, True)
+        raise
 
 
 def _raise_elsewhere(ranks: Ranks, what: str) -> None:

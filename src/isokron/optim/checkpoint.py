@@ -1,6 +1,7 @@
 """State that is taken over as it is: no casts, no reordering, errors that name the key."""
 
 from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +17,23 @@ class _Kept:
 
     def __init__(self, value: Any) -> None:
         self.value = value
+
+
+@contextmanager
+def taking_over(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """While torch loads a state: it comes as it was saved, or all stays as it is.
+
+    The hook is registered last, so that it runs after the user's own.
+    """
+    handle = optimizer.register_load_state_dict_pre_hook(shield)
+    before = {"state": optimizer.state, "param_groups": optimizer.param_groups}
+    try:
+        yield
+    except Exception:
+        optimizer.__setstate__(before)
+        raise
+    finally:
+        handle.remove()
 
 
 def shield(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -306,17 +306,9 @@ class Preconditioned(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume from a state dict, to the bit; half-precision parameters keep float32 state."""
-        # Registered last, so that it runs after the user's own hooks.
         self._plans.join()
-        handle = self.register_load_state_dict_pre_hook(checkpoint.shield)
-        before = {"state": self.state, "param_groups": self.param_groups}
-        try:
+        with checkpoint.taking_over(self):
             super().load_state_dict(dict(state_dict))
-        except Exception:
-            self.__setstate__(before)
-            raise
-        finally:
-            handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
         if self._sharing.active(self.param_groups):

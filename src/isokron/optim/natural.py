@@ -265,15 +265,8 @@ class NaturalGradient(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume from a state dict, to the bit."""
-        handle = self.register_load_state_dict_pre_hook(checkpoint.shield)
-        before = {"state": self.state, "param_groups": self.param_groups}
-        try:
+        with checkpoint.taking_over(self):
             super().load_state_dict(dict(state_dict))
-        except Exception:
-            self.__setstate__(before)
-            raise
-        finally:
-            handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
         # not the ranks, which belong to this process

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from isokron.distributed import Ranks, assign
+from isokron.distributed.agreement import APART
 from isokron.distributed.parcels import Form, columns_to_rows, gather, sum_
 from isokron.distributed.ranks import fingerprint
 from isokron.linalg.halves import halved, unhalve_
@@ -17,7 +18,6 @@ from isokron.optim.rows import Keeps, Rows
 SIDES = ("output", "input")
 SCALED = ("output", "eigenvalues", "columns")  # sums of squares of gradients
 FIT, SKIP, FAIL = range(3)
-APART = 1e-4  # by how much norms of equal gradients may differ, on unlike machines
 
 Counts = list[tuple[int, int]]  # terms and places of every rank
 

@@ -200,15 +200,8 @@ class ShardedAdamW(torch.optim.Optimizer):
 
         Whatever the number of ranks that saved it.
         """
-        handle = self.register_load_state_dict_pre_hook(checkpoint.shield)
-        before = {"state": self.state, "param_groups": self.param_groups}
-        try:
+        with checkpoint.taking_over(self):
             super().load_state_dict(dict(state_dict))
-        except Exception:
-            self.__setstate__(before)
-            raise
-        finally:
-            handle.remove()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Called by torch's load_state_dict."""

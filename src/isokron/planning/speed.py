@@ -24,13 +24,12 @@ class Speed:
     about: str
 
 
-def given_speed(products: float, decompositions: float | None = None) -> Speed:
-    """As the user says, in TFLOP/s; decompositions as fast as products unless told."""
-    slower = products if decompositions is None else decompositions
-    for name, value in (("flops", products), ("eigh_flops", slower)):
+def given_speed(products: float, decompositions: float) -> Speed:
+    """As the user says, in TFLOP/s."""
+    for name, value in (("flops", products), ("eigh_flops", decompositions)):
         if not 0 < value < float("inf"):
             raise ValueError(f"{name} must be a positive number of TFLOP/s, got {value}")
-    return Speed(products * 1e12, slower * 1e12, "as given")
+    return Speed(products * 1e12, decompositions * 1e12, "as given")
 
 
 def measured_speed() -> Speed:
