@@ -1,30 +1,20 @@
-"""Kernels against torch's own, and against what the memory allows.
+"""Kernels against torch's own.
 
     python benchmarks/kernels.py [--only adamw|gram|newton-schulz] [--rounds 200]
 
-adamw: AdamW reads p, g, m, v and writes p, m, v: 28 bytes a float32 element. The limit is what the
-same traffic takes with next to no arithmetic (traffic.c: four arrays read, three of them written,
-on as many threads), over as many elements in four whole arrays. "native" is isokron.AdamW as it is
-where there is a compiler, "operator" what it is where there is none (ISOKRON_NATIVE=0), "flat" with
-flat=True. Ratios are to torch's fused AdamW.
+adamw: a step of isokron.AdamW ("list", and "flat" with flat=True) against torch's fused AdamW.
 gram: β·F + w·GGᵀ on one triangle, against the whole product.
 newton-schulz: polar factors, against torch.optim.Muon's own loop and a plain one in float32.
 """
 
 import argparse
-import ctypes
-import os
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from products import gram_section, newton_schulz_section
-from timing import conditions, interleaved
+from timing import conditions, interleaved, restart_for_bfloat16
 
 import isokron
-from isokron.kernels import status
-from isokron.kernels.adamw_native import OPENMP
-from isokron.kernels.native import Native, torch_symbols
 
 Shapes = list[tuple[int, ...]]
 
@@ -37,77 +27,32 @@ CASES: dict[str, Shapes] = {
 
 
 def stepper(
-    optimizer: type[torch.optim.Optimizer], shapes: Shapes, native: bool = True, **settings: bool
+    optimizer: type[torch.optim.Optimizer], shapes: Shapes, **settings: bool
 ) -> Callable[[], object]:
     """A step of an optimizer on parameters of its own, gradients in place."""
     params = [torch.randn(shape).requires_grad_() for shape in shapes]
     for param in params:
         param.grad = torch.randn_like(param)
-    made = optimizer(params, **settings)  # type: ignore[arg-type]
-
-    def step() -> None:
-        os.environ["ISOKRON_NATIVE"] = str(int(native))
-        made.step()
-
-    return step
-
-
-class _Arrays(ctypes.Structure):
-    """`struct arrays` of traffic.c."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("param", "grad", "exp_avg", "exp_avg_sq")),
-        *((name, ctypes.c_int64) for name in ("length", "threads")),
-        *((name, ctypes.c_void_p) for name in OPENMP),
-    )
-
-
-TRAFFIC = Native(str(Path(__file__).parent / "traffic.c"), check=lambda library: None)
-
-
-def memory_traffic(elements: int) -> Callable[[], object]:
-    """AdamW's traffic over so many elements, in C."""
-    os.environ["ISOKRON_NATIVE"] = "1"
-    library = TRAFFIC.library()
-    if library is None:
-        raise SystemExit(f"the limit is measured by traffic.c: {TRAFFIC.status()[1]}")
-    arrays = [torch.ones(elements) for _ in range(4)]
-    threads = torch.get_num_threads() if elements > 1 << 15 else 1
-    addresses = [array.data_ptr() for array in arrays]
-    struct = _Arrays(*addresses, elements, threads, **torch_symbols(OPENMP))
-
-    def run(held: object = arrays) -> None:
-        library.traffic(ctypes.byref(struct))
-
-    return run
+    return optimizer(params, **settings).step  # type: ignore[arg-type]
 
 
 def adamw(rounds: int) -> None:
-    print("AdamW:", ": ".join(status()))
-    ours = {
-        "native": {},
-        "flat": {"flat": True},
-        "operator": {"native": False},
-        "flat operator": {"native": False, "flat": True},
-    }
-    print(f"{'ms':18}{'torch':>9}" + "".join(f"{name:>20}" for name in ours) + f"{'limit':>9}")
+    print(f"{'ms':18}{'torch':>9}{'list':>20}{'flat':>20}")
     for name, shapes in CASES.items():
         torch.manual_seed(0)
-        elements = sum(torch.Size(shape).numel() for shape in shapes)
-        took = interleaved(
+        seconds = interleaved(
             {
                 "torch": stepper(torch.optim.AdamW, shapes, fused=True),
-                **{key: stepper(isokron.AdamW, shapes, **way) for key, way in ours.items()},
-                "limit": memory_traffic(elements),
+                "list": stepper(isokron.AdamW, shapes),
+                "flat": stepper(isokron.AdamW, shapes, flat=True),
             },
             rounds,
         )
-        cells = [f"{1e3 * took[key]:12.3f} ({took[key] / took['torch']:.2f}×)" for key in ours]
-        reached = took["limit"] / min(took["native"], took["flat"])
-        print(
-            f"{name:18}{1e3 * took['torch']:9.3f}{''.join(cells)}{1e3 * took['limit']:9.3f}"
-            f" ({reached:.0%} reached)"
-        )
+        cells = [
+            f"{1e3 * seconds[key]:12.3f} ({seconds[key] / seconds['torch']:.2f}×)"
+            for key in ("list", "flat")
+        ]
+        print(f"{name:18}{1e3 * seconds['torch']:9.3f}{''.join(cells)}")
 
 
 SECTIONS: dict[str, Callable[[int], None]] = {
@@ -124,6 +69,7 @@ def main() -> None:
     parser.add_argument("--only", choices=SECTIONS, help="one section (default: all)")
     parser.add_argument("--rounds", type=int, default=200, help="timed turns a contestant")
     arguments = parser.parse_args()
+    restart_for_bfloat16()  # torch.optim.Muon multiplies in bfloat16
     print(conditions())
     for name, section in SECTIONS.items():
         if arguments.only in (None, name):

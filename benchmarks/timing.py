@@ -1,10 +1,23 @@
 """Interleaved medians: on shared cores, only a ratio taken in one run means something."""
 
+import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping
 
+from isokron.bfloat16 import bfloat16_environment
 from isokron.race.plan import machine
+
+
+def restart_for_bfloat16() -> None:
+    """Start this script anew with what bfloat16 products need on this CPU, if anything.
+
+    Called before any work: the variables count only if they are set before torch is imported.
+    """
+    missing = bfloat16_environment()
+    if missing:
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **missing})
 
 
 def interleaved(

@@ -1,10 +1,19 @@
 """What every test may use."""
 
+import os
 import signal
 import sys
 from pathlib import Path
 
 import pytest
+
+from isokron.bfloat16 import bfloat16_environment
+
+# Before torch is imported: on some machines a bfloat16 product would end the tests.
+# Workers of pytest-xdist inherit what the first process has found.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ |= bfloat16_environment()
+
 import torch
 
 torch.set_num_threads(1)  # tiny tensors: a second thread only waits, and longer on a busy machine

@@ -1,4 +1,4 @@
-"""`isokron info` says which code runs, and why, whatever is missing."""
+"""`isokron info` says which code runs, and why."""
 
 import os
 import subprocess
@@ -9,39 +9,40 @@ import pytest
 
 from isokron._version import __version__
 
+ILLEGAL = Path(__file__).parents[1] / "illegal_bfloat16"
 
-def info(tmp_path: Path, **environment: str) -> list[str]:
+
+def info(**environment: str) -> list[str]:
     done = subprocess.run(
         [sys.executable, "-m", "isokron", "info"],
-        env={**os.environ, "ISOKRON_CACHE": str(tmp_path / "cache"), **environment},
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
         check=True,
-        cwd=tmp_path,
     )
     assert done.stderr == ""
     return done.stdout.splitlines()
 
 
+def test_versions_and_paths_are_named() -> None:
+    lines = info()
+    assert lines[0].startswith(f"isokron {__version__}, Python ")
+    assert any(line.startswith("AdamW               cpu     torch   ") for line in lines)
+    assert any(line.startswith("bfloat16 products   cpu     torch   ") for line in lines)
+
+
 @pytest.mark.parametrize(
-    ("environment", "said"),
+    ("environment", "advice"),
     [
-        ({"ISOKRON_NATIVE": "0"}, "torch   switched off by ISOKRON_NATIVE=0"),
-        ({"CC": "/nowhere/cc"}, "torch   /nowhere/cc cannot be run"),
-        ({"CC": "false"}, "torch   false failed"),
-        ({"PATH": "/nowhere", "CC": ""}, "torch   no C compiler"),
+        ({}, "set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 before"),
+        ({"ILLEGAL_BFLOAT16": "1"}, "use float32"),
     ],
 )
-def test_a_path_is_told_with_its_reason(
-    environment: dict[str, str], said: str, tmp_path: Path
+def test_where_bfloat16_is_an_illegal_instruction_it_says_what_to_do(
+    environment: dict[str, str], advice: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = info(tmp_path, **environment)
-    assert lines[0].startswith(f"isokron {__version__}, Python ")
-    adamw = next(line for line in lines if line.startswith("AdamW "))
-    assert said in adamw
-
-
-def test_without_switches_the_compiled_code_is_named_if_there_is_any(tmp_path: Path) -> None:
-    adamw = next(line for line in info(tmp_path) if line.startswith("AdamW "))
-    assert " native  compiled by " in adamw or " torch   " in adamw
-    assert (" native " in adamw) == any((tmp_path / "cache").glob("adamw-*.so"))
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    lines = info(PYTHONPATH=str(ILLEGAL), **environment)
+    line = next(line for line in lines if line.startswith("bfloat16 products "))
+    assert line.split()[3] == "broken"
+    assert advice in line

@@ -20,7 +20,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 import triton
 
 from isokron.kernels import adamw as dispatch
-from isokron.kernels import triton_adamw, triton_symmetric, trust
+from isokron.kernels import triton_adamw, triton_symmetric, verify
 from isokron.kernels.triton_adamw import adamw_
 from isokron.kernels.triton_symmetric import newton_schulz_, symmetric_matmul
 from isokron.linalg import newton_schulz
@@ -393,11 +393,11 @@ def test_descriptors_are_taken_where_tma_can_and_pays() -> None:
 
 
 def test_what_earns_trust_on_a_gpu_runs_here_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trust, "SHAPES", [(2, 70, 33)])
-    trust.check_symmetric(torch.device("cpu"))
+    monkeypatch.setattr(verify, "SHAPES", [(2, 70, 33)])
+    verify.check_symmetric(torch.device("cpu"))
     # torch's operator for the CPU rounds in another order than its kernel for GPUs, which is told
-    with pytest.raises(trust.Untrusted, match="bits"):
-        trust.check_adamw(torch.device("cpu"))
+    with pytest.raises(verify.Unverified, match="bits"):
+        verify.check_adamw(torch.device("cpu"))
 
 
 def test_products_that_are_wrong_are_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -407,21 +407,23 @@ def test_products_that_are_wrong_are_not_trusted(monkeypatch: pytest.MonkeyPatch
         return true(x, **settings).triu_()
 
     monkeypatch.setattr(triton_symmetric, "symmetric_matmul", wrong)
-    with pytest.raises(trust.Untrusted, match="off by"):
-        trust.check_symmetric(torch.device("cpu"))
+    with pytest.raises(verify.Unverified, match="off by"):
+        verify.check_symmetric(torch.device("cpu"))
 
 
 def test_the_dispatch_counts_steps_and_leaves_to_torch_what_it_cannot_take(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(dispatch, "trusted", lambda name, device: (True, ""))
-    table, steps = dispatch.Table(), (torch.zeros(()),) * 3
+    monkeypatch.setattr(dispatch, "verified", lambda name, device: (True, ""))
+    count, steps = dispatch.StepCount(), (torch.zeros(()),) * 3
     lists = [[torch.randn(n) for n in (5, 64, 1030)] for _ in range(2)]
     lists += [[torch.zeros_like(p) for p in lists[0]] for _ in range(2)]
     straight = [[tensor.clone() for tensor in tensors] for tensors in lists]
     for step in (1, 2, 3):
         steps[0].add_(1)
-        assert dispatch._by_triton(table, (*lists, (), steps), maximize=False, **SETTINGS)
+        assert dispatch._by_triton(
+            count, (*lists, (), steps), amsgrad=False, maximize=False, **SETTINGS
+        )
         adamw_(*straight, step=step, **SETTINGS)
     for mine, other in zip(lists, straight, strict=True):
         assert all(map(torch.equal, mine, other))
@@ -429,4 +431,4 @@ def test_the_dispatch_counts_steps_and_leaves_to_torch_what_it_cannot_take(
         params = [torch.randn(wrong.shape)]
         state = [[torch.zeros_like(params[0])] for _ in range(2)]
         given = (params, [wrong], *state, (), steps[:1])
-        assert not dispatch._by_triton(table, given, maximize=False, **SETTINGS)
+        assert not dispatch._by_triton(count, given, amsgrad=False, maximize=False, **SETTINGS)

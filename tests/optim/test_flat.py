@@ -46,14 +46,7 @@ def in_buffer(params: list[nn.Parameter]) -> list[int]:
 
 @pytest.mark.parametrize("settings", [{}, {"amsgrad": True}, {"betas": (0.3, 0.5)}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("native", ["0", "1"])
-def test_bits_are_those_of_torch(
-    dtype: torch.dtype,
-    settings: dict[str, object],
-    native: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("ISOKRON_NATIVE", native)
+def test_bits_are_those_of_torch(dtype: torch.dtype, settings: dict[str, object]) -> None:
     mine, theirs = params_of(dtype), params_of(dtype)
     run(isokron.AdamW(mine, flat=True, **settings), mine, range(6))
     run(torch.optim.AdamW(theirs, fused=True, **settings), theirs, range(6))

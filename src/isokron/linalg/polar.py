@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from isokron.kernels.trust import trusted
+from isokron.kernels.verify import verified
 from isokron.linalg.eigen import eigh, power_of_two
 from isokron.linalg.gram import symmetric_product
 from isokron.polynomials import Choice, Coefficients, schedule
@@ -134,7 +134,7 @@ def _symmetric(x: Tensor, triples: list[Coefficients]) -> Tensor:
 
 
 def _by_triton(device: torch.device, dtype: torch.dtype) -> bool:
-    return device.type == "cuda" and dtype.itemsize <= 4 and trusted("symmetric", device)[0]
+    return device.type == "cuda" and dtype.itemsize <= 4 and verified("symmetric", device)[0]
 
 
 def _gram_space(x: Tensor, triples: list[Coefficients]) -> Tensor:

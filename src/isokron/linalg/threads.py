@@ -5,16 +5,16 @@ torch works through a batch one matrix after the other, so on the CPU a pool of 
 each of them told to compute on its own: the results do not depend on who took which matrix.
 """
 
+import ctypes
 import functools
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 from torch import Tensor
-
-from isokron.kernels.native import core_setter
 
 T = TypeVar("T")
 
@@ -56,6 +56,15 @@ def compute_alone() -> None:
 
 @functools.cache
 def _limits() -> tuple[Callable[[int], object], ...]:
-    """What sets OpenMP's and MKL's number of cores for the calling thread; () without MKL."""
-    openmp, mkl = core_setter("omp_set_num_threads"), core_setter("MKL_Set_Num_Threads_Local")
-    return (openmp, mkl) if openmp and mkl else ()
+    """What sets OpenMP's and MKL's number of cores for the calling thread; () without MKL.
+
+    Looked up in torch's own CPU library: another OpenMP runtime would not know torch's threads.
+    """
+    names = ("omp_set_num_threads", "MKL_Set_Num_Threads_Local")
+    try:
+        path = next((Path(torch.__file__).parent / "lib").glob("*torch_cpu.*"))
+        library = ctypes.CDLL(str(path))
+        addresses = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in names]
+    except (StopIteration, OSError, AttributeError):
+        return ()
+    return tuple(ctypes.CFUNCTYPE(None, ctypes.c_int)(a) for a in addresses if a is not None)

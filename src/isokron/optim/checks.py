@@ -1,7 +1,6 @@
 """Whether gradients can be stepped on, asked before anything changes."""
 
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -12,16 +11,14 @@ from isokron.optim.groups import param_name
 
 
 def check_gradients(
-    optimizer: str, groups: Sequence[Mapping[str, Any]], squares: bool, known: Sequence[bool] = ()
+    optimizer: str, groups: Sequence[Mapping[str, Any]], squares: bool
 ) -> str | None:
     """Raise for gradients no step could use, or say why to skip this one; None: step.
 
-    `squares`: gradients that overflow when squared are as bad as infinite ones. `known`: groups
-    whose gradients somebody has seen to be dense and real.
+    `squares`: gradients that overflow when squared are as bad as infinite ones.
     """
-    for group, dense in zip_longest(groups, known):
-        if not dense:
-            _check_kinds(optimizer, group)
+    for group in groups:
+        _check_kinds(optimizer, group)
     for mode in ("raise", "skip"):
         asking = [group for group in groups if group["nonfinite"] == mode]
         grads = [local(p.grad) for group in asking for p in group["params"] if p.grad is not None]

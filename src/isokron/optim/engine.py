@@ -188,13 +188,9 @@ class Preconditioned(torch.optim.Optimizer):
                 f"{type(self).__name__}: parameters are averages for evaluation; call "
                 "optimizer.train() before the forward pass of a step"
             )
-        pairs = zip(self.param_groups, self._plans.made, strict=False)  # at first there is no plan
-        looks = [plan.look(group) for group, plan in pairs]
-        seen = {fused: grads for look in looks for fused, grads in look.items()}
-        known = [bool(look) for look in looks]
         unfit = self._sharing.agreed(
             self.param_groups,
-            lambda: check_gradients(type(self).__name__, self.param_groups, self.squares, known),
+            lambda: check_gradients(type(self).__name__, self.param_groups, self.squares),
         )
         if unfit:
             self.skipped_steps += 1
@@ -206,7 +202,7 @@ class Preconditioned(torch.optim.Optimizer):
             note_peak_(group)
             before = plan.averages.before() if plan.averages else []
             step_blocks(self, plan, group)
-            parted = [fused.step_(group, seen.get(fused)) for fused in plan.fused]
+            parted = [fused.step_(group) for fused in plan.fused]
             if plan.averages:
                 plan.averages.after_(before, group)
             if any(parted):

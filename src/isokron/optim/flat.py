@@ -63,25 +63,18 @@ class FlatList:
                 if key in entry:
                     value.copy_(entry[key])
 
-    def look(self) -> list[Tensor] | None:
-        """The gradients, if all are there, dense, real and fit to be stepped on."""
+    def step_(self, group: Mapping[str, Any]) -> bool:
+        """One step; True if the state is in other tensors now."""
         if not self.flat:
-            return self.list.look()
+            return self.list.step_(group)
         grads = [grad for p in self.params if (grad := p.grad) is not None]
-        return grads if len(grads) == len(self.grads) and self._in_place(grads) else None
-
-    def step_(self, group: Mapping[str, Any], looked: list[Tensor] | None = None) -> bool:
-        """One step; True if the state is in other tensors now. `looked`: what `look` found."""
-        if not self.flat:
-            return self.list.step_(group, looked)
-        if looked is None:
-            grads = [grad for p in self.params if (grad := p.grad) is not None]
-            if not grads:
-                return False
-            if len(grads) < len(self.params) or not self._unmoved():
-                self._part_()
-                self.list.step_(group)
-                return True
+        if not grads:
+            return False
+        if len(grads) < len(self.params) or not self._unmoved():
+            self._part_()
+            self.list.step_(group)
+            return True
+        if not (all(map(is_, grads, self.grads)) and self._views_hold()):
             self._gather_(grads)
         return self.list.step_(group)
 
@@ -98,9 +91,6 @@ class FlatList:
     def _cut_gradient(self) -> None:
         self.grads = _cut(self.gradient, self.params)
         self.grad_addresses = list(map(Tensor.data_ptr, self.grads))
-
-    def _in_place(self, grads: list[Tensor]) -> bool:
-        return all(map(is_, grads, self.grads)) and self._views_hold() and self._unmoved()
 
     def _views_hold(self) -> bool:
         """Whether nobody has pointed a gradient to other memory (`grad.data = …`)."""

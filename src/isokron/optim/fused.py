@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isokron.kernels import Lists, Table, Tensors, adamw_, library_for
+from isokron.kernels import Lists, StepCount, Tensors, adamw_
 from isokron.optim.groups import decay_rate, learning_rate
 
 
@@ -29,7 +29,7 @@ class FusedList:
         self.state = {key: tuple(torch.zeros_like(p, dtype=dtype) for p in params) for key in names}
         counter = torch.zeros((), dtype=torch.float32, device=params[0].device)
         self.step = (counter,) * len(params)
-        self.table = Table()
+        self.count = StepCount()
 
     def row(self, i: int) -> dict[str, Tensor]:
         """The state of parameter i under the names torch.optim.AdamW gives it."""
@@ -49,34 +49,17 @@ class FusedList:
                 if key in entry:
                     value.copy_(entry[key])
 
-    def look(self) -> list[Tensor] | None:
-        """The gradients, if C has found them all there, dense, real and fit to be stepped on."""
-        if library_for(self.params[0]) is None:
-            return None
-        present = self._present()
-        fit = len(present) == len(self.params) and self.table.fits(self._lists(present))
-        return present if fit else None
-
-    def _present(self) -> list[Tensor]:
-        return [grad for p in self.params if (grad := p.grad) is not None]
-
     def _lists(self, grads: list[Tensor]) -> Lists:
         moments = (self.state["exp_avg"], self.state["exp_avg_sq"])
         return (self.params, grads, *moments, self.state.get("max_exp_avg_sq", ()), self.step)
 
-    def step_(self, group: Mapping[str, Any], looked: list[Tensor] | None = None) -> bool:
-        """One step; True if the counters had to part because a gradient was missing.
-
-        `looked`: what `look` has just found.
-        """
-        if looked is not None:
-            self._update_(self._lists(looked), group, self.table)
-            return False
-        present = self._present()
+    def step_(self, group: Mapping[str, Any]) -> bool:
+        """One step; True if the counters had to part because a gradient was missing."""
+        present = [grad for p in self.params if (grad := p.grad) is not None]
         if not present:
             return False
         if len(present) == len(self.params):
-            self._update_(self._lists(present), group, self.table)
+            self._update_(self._lists(present), group, self.count)
             return False
         parted = len(self.params) > 1 and self.step[0] is self.step[1]
         if parted:
@@ -86,10 +69,10 @@ class FusedList:
             [tensors[i] for i in rows] if tensors else [] for tensors in self._lists([])
         ]
         lists[1] = present
-        self._update_(lists, group, Table())
+        self._update_(lists, group, StepCount())
         return parted
 
-    def _update_(self, lists: Lists, group: Mapping[str, Any], table: Table) -> None:
+    def _update_(self, lists: Lists, group: Mapping[str, Any], count: StepCount) -> None:
         params, grads, exp_avgs, exp_avg_sqs, maxima, steps = lists
         state = (exp_avgs, exp_avg_sqs, maxima, steps)
         if len(steps) > 1 and steps[0] is steps[1]:
@@ -109,7 +92,7 @@ class FusedList:
             "eps": group["eps"],
             "maximize": group["maximize"],
         }
-        if adamw_(params, grads, *state, table=table, **settings):
+        if adamw_(params, grads, *state, count=count, **settings):
             return
         for param, exp_avg in zip(params, exp_avgs, strict=True):
             if param.shape != exp_avg.shape:

@@ -41,10 +41,7 @@ class PartList:
                 if key in entry and key != "step":
                     fill_(value, entry[key])
 
-    def look(self) -> None:
-        """Gradients are looked at in the step."""
-
-    def step_(self, group: Mapping[str, Any], looked: list[Tensor] | None = None) -> bool:
+    def step_(self, group: Mapping[str, Any]) -> bool:
         """One step; True if the state is in other tensors now."""
         present = []
         for param, place, part in zip(self.params, self.places, self.list.params, strict=True):

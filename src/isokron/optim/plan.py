@@ -50,14 +50,6 @@ class Plan:
             and all(param.grad is None for param in self.idle)
         )
 
-    def look(self, group: Mapping[str, Any]) -> dict[Fused, list[Tensor]]:
-        """The gradients of the lists, if there is nothing else and all are fit to be stepped on."""
-        if self.batches or not self.holds(group):
-            return {}
-        looks = [(fused, fused.look()) for fused in self.fused]
-        found = {fused: grads for fused, grads in looks if grads is not None}
-        return found if len(found) == len(self.fused) else {}
-
     def zero_grads_(self) -> None:
         """Give back to flat lists the gradients that live in their buffers."""
         for fused in self.fused:

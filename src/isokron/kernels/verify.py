@@ -1,7 +1,8 @@
-"""Triton kernels earn their place: on every GPU they are compared with torch once, then used.
+"""Triton kernels are compared with torch's operators once on every GPU before they are used there.
 
-No GPU was at hand when they were written. Where one is missing, fails or gives other results than
-torch's own operators, those do the work, and `trusted` says why. ISOKRON_TRITON=0 switches all off.
+They were written without a GPU at hand. Where Triton is missing, or a kernel fails or gives other
+results than torch, torch's operators do the work and `verified` says why. ISOKRON_TRITON=0 switches
+all of them off.
 """
 
 import functools
@@ -17,12 +18,12 @@ SHAPES = [(2, 70, 33), (1, 1152, 96)]
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
-class Untrusted(Exception):
+class Unverified(Exception):
     """Why a kernel is not used."""
 
 
 @functools.cache
-def trusted(name: str, device: torch.device) -> tuple[bool, str]:
+def verified(name: str, device: torch.device) -> tuple[bool, str]:
     """Whether the kernels of triton_<name>.py serve a device, and why or why not."""
     if os.environ.get("ISOKRON_TRITON") == "0":
         return False, "switched off by ISOKRON_TRITON=0"
@@ -34,7 +35,7 @@ def trusted(name: str, device: torch.device) -> tuple[bool, str]:
         return False, "Triton is not installed: pip install 'isokron[triton]'"
     try:
         CHECKS[name](device)
-    except Untrusted as reason:
+    except Unverified as reason:
         return False, str(reason)
     except Exception as error:  # whatever a compiler or driver has to say, torch can do the work
         return False, f"{type(error).__name__}: {error}"
@@ -67,7 +68,7 @@ def check_adamw(device: torch.device) -> None:
         if not all(
             torch.equal(a, b) for ours, others in pairs for a, b in zip(ours, others, strict=True)
         ):
-            raise Untrusted("its bits are not those of torch's fused AdamW")
+            raise Unverified("its bits are not those of torch's fused AdamW")
 
 
 def check_symmetric(device: torch.device) -> None:
@@ -98,7 +99,7 @@ def near(computed: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> Non
     # where the user lets float32 be multiplied as TF32, it has the mantissa of float16
     rounded = dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest"
     if not error < TOLERANCES[torch.float16 if rounded else dtype]:  # NaN is no success
-        raise Untrusted(f"its products in {dtype} are off by {error:.2g}")
+        raise Unverified(f"its products in {dtype} are off by {error:.2g}")
 
 
 CHECKS = {"adamw": check_adamw, "symmetric": check_symmetric}
