@@ -1,4 +1,4 @@
-"""Quad and Skew: the naive float64 version, recorded numbers, the JAX twins, faults, options."""
+"""Quad and Skew: the naive float64 version, recorded numbers, faults, options."""
 
 import json
 import logging
@@ -143,47 +143,6 @@ def test_balancing_is_that_recorded() -> None:
     balance_([left, right], torch.ones(len(left), dtype=torch.bool))
     np.testing.assert_allclose(left, data["balance/Qlo"], 1e-6)
     np.testing.assert_allclose(right, data["balance/Qro"], 1e-6)
-
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "no style": {"lr_style": None, "b1": 0.8},
-    "rates": {"preconditioner_lr": 0.3, "preconditioner_init_scale": 2.0},
-    "normalized": {"normalize_grads": True},
-    "noise": {"noise_scale": 1e-3, "damping": 1e-2},
-    "every": {"every": 3, "warmup": 4},
-    "every, from the third": {"every": 3},
-    "old": {"apply": "old"},
-    "old, every": {"apply": "old", "every": 4, "warmup": 2},
-    "bfloat16": {"dtype": "bfloat16"},
-}
-TORCH_NAMES = {"b1": "momentum", "normalize_grads": "normalize"}
-
-
-@both
-@pytest.mark.parametrize("options", OPTIONS)
-def test_torch_and_jax_have_the_same_numbers(kind: str, options: str) -> None:
-    jax = pytest.importorskip("jax", reason="the JAX twins need `pip install isokron[jax]`")
-    import isokron.jax
-
-    given = {"block_size": 16, "max_size_dense": 32, **OPTIONS[options]}
-    transform = getattr(isokron.jax, f"scale_by_{kind}")
-    mine = {TORCH_NAMES.get(name, name): value for name, value in given.items()}
-    if "dtype" in mine:
-        mine["dtype"] = torch.bfloat16
-    shapes = {f"{i}": shape for i, shape in enumerate(SHAPES)}
-    grads = {name: gradients(shape, 20, seed=3) for name, shape in shapes.items()}
-    found = {name: directions(METHODS[kind], each, **mine) for name, each in grads.items()}
-    with jax.enable_x64(True):
-        scale = transform(**given)
-        state = scale.init({name: jax.numpy.zeros(shape) for name, shape in shapes.items()})
-        update = jax.jit(scale.update)
-        for t in range(20):
-            theirs, state = update({name: each[t].numpy() for name, each in grads.items()}, state)
-            for name, each in theirs.items():
-                # a factor rounded to 8 bits may fall to either side
-                tolerance = 2e-2 if "dtype" in mine else 1e-5
-                assert apart(found[name][t], each) < tolerance, (t, shapes[name])
 
 
 def test_the_fixed_numbers_are_those_of_both_frameworks() -> None:
