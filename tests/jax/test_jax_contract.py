@@ -1,7 +1,6 @@
-"""What optax asks of a transformation: its own contract tests, and what they leave out."""
+"""What optax asks of a transformation, and its own contract tests leave out."""
 
 import functools
-import unittest
 from typing import Any
 
 import jax
@@ -10,51 +9,11 @@ import numpy as np
 import optax
 import orbax.checkpoint
 import pytest
-from optax.contrib import _common_test as optax_tests
 
 import isokron.jax
 from isokron.jax import WhiteKronState, quad, scale_by_quad, scale_by_skew, skew
 
 FACTORIES = {"quad": quad, "skew": skew}
-TWINS = {name: getattr(isokron.jax, name) for name in ("soap", "shampoo", "katie", "muon")}
-# ours stands in for this one of optax's table; of its cases, each takes so many
-STAND_IN = "adopt"
-CASES = {
-    "test_optimizers_accept_extra_args": 2,
-    "test_optimizers": 4,
-    "test_optimizers_can_be_wrapped_in_inject_hyperparams": 1,
-    "test_preserve_dtype": 2,
-    "test_gradient_accumulation": 2,
-    "test_state_shape_dtype_shard_stability": 4,
-    "test_optimizers_accept_learning_rate_schedule_if_type_annotated_as_such": 1,
-}
-
-
-@pytest.mark.parametrize("kind", [*FACTORIES, *TWINS])
-@pytest.mark.parametrize("case", CASES)
-def test_optax_own_contracts(kind: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    table = [each["opt_name"] for each in optax_tests._MAIN_OPTIMIZERS_UNDER_TEST]
-    asked = []
-
-    def factory(name: str) -> Any:
-        asked.append(name)
-        # the targets are reached only without decay
-        options: dict[str, Any] = {"weight_decay": 0.0}
-        if "inject" in case and kind in ("shampoo", "katie"):
-            options["damping"] = 1.0  # of gradients of rank one the rest is rounding: drown it
-        if "inject" in case and kind == "muon":
-            # five classic steps multiply what rounding leaves by hundreds; these lessen it
-            options["coefficients"] = ((1.5, -0.5, 0.0),) * 5
-        return functools.partial((FACTORIES | TWINS)[kind], **options)
-
-    monkeypatch.setattr(optax_tests, "_get_opt_factory", factory)
-    first = table.index(STAND_IN) * CASES[case]
-    for index in range(first, first + CASES[case]):
-        result = unittest.TestResult()
-        optax_tests.ContribTest(f"{case}{index}").run(result)
-        assert result.wasSuccessful(), [text for _, text in result.errors + result.failures]
-        assert not result.skipped
-    assert set(asked) == {STAND_IN}
 
 
 def tree(seed: int = 0, dtype: Any = jnp.float32) -> dict[str, Any]:
@@ -72,6 +31,13 @@ def same(one: Any, other: Any, **tolerance: float) -> None:
         np.testing.assert_allclose(np.float64(a), np.float64(b), **{"rtol": 2e-5, **tolerance})
 
 
+@functools.cache
+def plain() -> tuple[Any, Any]:
+    """Quad, and its update compiled once for all tests."""
+    optimizer = quad(0.01, scanned_layers=FLAGS)
+    return optimizer, jax.jit(optimizer.update)
+
+
 def after(optimizer: Any, params: Any, seeds: range = range(1, 4)) -> tuple[Any, Any]:
     state, update = optimizer.init(params), jax.jit(optimizer.update)
     for seed in seeds:
@@ -82,7 +48,7 @@ def after(optimizer: Any, params: Any, seeds: range = range(1, 4)) -> tuple[Any,
 
 def test_the_second_step_compiles_nothing_and_neither_do_other_numbers() -> None:
     optimizer = quad(0.01, scanned_layers=FLAGS)
-    update = jax.jit(optimizer.update)
+    update = plain()[1]
     params, state = tree(), optimizer.init(tree())
     for seed in range(3):
         _, state = update(tree(seed), state, params)
@@ -135,9 +101,9 @@ def test_gradients_accumulate() -> None:
     for seed in (1, 2):
         updates, state = update(tree(seed), state, params)
         params = optax.apply_updates(params, updates)
-    plain = quad(0.01, scanned_layers=FLAGS)
+    alone, step = plain()
     mean = jax.tree.map(lambda a, b: (a + b) / 2, tree(1), tree(2))
-    updates, _ = jax.jit(plain.update)(mean, plain.init(tree()), tree())
+    updates, _ = step(mean, alone.init(tree()), tree())
     same(params, optax.apply_updates(tree(), updates))
 
 
@@ -206,7 +172,7 @@ def test_updates_have_the_dtype_of_the_gradients_and_state_its_own(given: str) -
 
 
 def test_rounded_state_is_near_the_other() -> None:
-    exact, _ = after(quad(0.01, scanned_layers=FLAGS), tree())
+    exact, _ = after(plain()[0], tree())
     rounded, _ = after(quad(0.01, scanned_layers=FLAGS, dtype="bfloat16"), tree())
     same(rounded, exact, rtol=0.05, atol=2e-4)
 
