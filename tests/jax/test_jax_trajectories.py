@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -63,8 +64,8 @@ def runs(request: pytest.FixtureRequest) -> dict[str, object]:
     transform = scale_by_white_kron(
         METHODS[kind], probes=lambda n: jnp.asarray(probes(n), jnp.float32), **settings
     )
-    params = {leaf: jnp.asarray(grads[f"p0/{leaf}"]) for leaf in leaves}
-    state, update = transform.init(params), jax.jit(transform.update)
+    params = {leaf: grads[f"p0/{leaf}"] for leaf in leaves}
+    state, update = jax.jit(transform.init)(params), jax.jit(transform.update)
     naive = {
         leaf: Naive(params[leaf].shape, "_scan_" in leaf, kind == "skew", probes) for leaf in leaves
     }
@@ -77,11 +78,12 @@ def runs(request: pytest.FixtureRequest) -> dict[str, object]:
     for t in range(1, 21):
         step = {leaf: grads[f"g/{leaf}"][t - 1] for leaf in leaves}
         direction, state = update(step, state)
-        params = {leaf: p - 0.01 * (direction[leaf] + 0.1 * p) for leaf, p in params.items()}
         ours[t] = {leaf: np.asarray(direction[leaf]) for leaf in leaves}
+        # in float32, as both are
+        params = {leaf: p - 0.01 * (ours[t][leaf] + 0.1 * p) for leaf, p in params.items()}
         plain[t] = {leaf: naive[leaf].direction(step[leaf]) for leaf in leaves}
         joint[t] = {leaf: each.direction(step[leaf]) for leaf, each in together.items()}
-        walked[t] = {leaf: np.asarray(params[leaf]) for leaf in leaves}
+        walked[t] = params
     return {
         "leaves": leaves,
         "recorded": recorded,
@@ -128,37 +130,43 @@ def test_every_step_is_that_of_the_naive_version(runs: dict) -> None:
             assert apart(runs["ours"][t][leaf], runs["naive"][t][leaf]) < 5e-4, (t, leaf)
 
 
-@needs_data
-@pytest.mark.parametrize("n", [5, 16, 33])
-def test_single_functions_are_those_recorded(n: int) -> None:
-    data = np.load(DATA / "functions.npz")
-
-    def get(name: str) -> jax.Array:
-        return jnp.asarray(data[name.replace("*", str(n))])
-
-    def near(found: jax.Array, name: str) -> None:
-        np.testing.assert_allclose(found[0], get(name), rtol=3e-6, atol=3e-6)
+def single_functions(get: Callable[[str], jax.Array]) -> dict[str, jax.Array]:
+    """What each has made of its recorded arguments, by the name of what is recorded for it."""
 
     def bounded(name: str, normals: str) -> jax.Array:
         matrix = get(name)[None]
         return norm_bound(matrix, jnp.max(jnp.abs(matrix), axis=(1, 2)), get(normals))
 
-    near(bounded("nlb/*/A", "nlb/*/normals"), "nlb/*/out")
-    near(bounded("nlb_skh/*/A", "nlb/*/normals"), "nlb_skh/*/out")
-    near(procrustes(get("proc/*/Q")[None], get("proc/*/normals")), "proc/*/out")
+    made = {
+        "nlb/*/out": bounded("nlb/*/A", "nlb/*/normals"),
+        "nlb_skh/*/out": bounded("nlb_skh/*/A", "nlb/*/normals"),
+        "proc/*/out": procrustes(get("proc/*/Q")[None], get("proc/*/normals")),
+    }
     for kind, first, last in (("quad", "", ""), ("skew", "1", "2")):
         target = get(f"dense_{kind}/*/term2")[None]
         scale = bounded(f"dense_{kind}/*/term1", f"dense_{kind}/*/normals{first}") + target
-        near(scale, f"dense_{kind}/*/Lout")
+        made[f"dense_{kind}/*/Lout"] = scale
         gram = Gram(get(f"dense_{kind}/*/term1")[None], None)
         factor, last_probes = get(f"dense_{kind}/*/Q")[None], get(f"dense_{kind}/*/normals{last}")
         moved = METHODS[kind].dense(factor, gram, target, 0.7 / scale, last_probes)
-        near(moved, f"dense_{kind}/*/Qout")
+        made[f"dense_{kind}/*/Qout"] = moved
         diagonal, one = get(f"diag_{kind}/*/term1")[None], jnp.ones(1)
         scale = jnp.max(diagonal, axis=1) + one
-        near(scale, f"diag_{kind}/*/Lout")
+        made[f"diag_{kind}/*/Lout"] = scale
         factor = get(f"diag_{kind}/*/Q")[None]
-        near(METHODS[kind].diagonal(factor, diagonal, one, 0.7 / scale), f"diag_{kind}/*/Qout")
+        made[f"diag_{kind}/*/Qout"] = METHODS[kind].diagonal(factor, diagonal, one, 0.7 / scale)
+    return made
+
+
+@needs_data
+@pytest.mark.parametrize("n", [5, 16, 33])
+def test_single_functions_are_those_recorded(n: int) -> None:
+    data = np.load(DATA / "functions.npz")
+    given = {name.replace(f"/{n}/", "/*/"): data[name] for name in data.files if f"/{n}/" in name}
+    made = jax.jit(lambda given: single_functions(given.__getitem__))(given)
+    assert len(made) == 11
+    for name, found in made.items():
+        np.testing.assert_allclose(found[0], given[name], rtol=3e-6, atol=3e-6, err_msg=name)
 
 
 @needs_data
@@ -168,6 +176,6 @@ def test_merging_and_balancing_are_those_recorded() -> None:
         if name.startswith("merge/"):
             shape = tuple(map(int, filter(None, name[6:].split("x"))))
             assert matrix_shape(shape) == (tuple(data[name]) or (1,)), shape
-    left, right = balance(jnp.asarray(data["balance/Ql"]), jnp.asarray(data["balance/Qr"]))
+    left, right = jax.jit(balance)(data["balance/Ql"], data["balance/Qr"])
     np.testing.assert_allclose(data["balance/Ql"] * left[:, None, None], data["balance/Qlo"], 1e-6)
     np.testing.assert_allclose(data["balance/Qr"] * right[:, None], data["balance/Qro"], 1e-6)

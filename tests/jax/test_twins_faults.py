@@ -2,8 +2,6 @@
 
 import functools
 import inspect
-import subprocess
-import sys
 from typing import Any
 
 import jax
@@ -194,7 +192,7 @@ def test_updates_have_the_dtype_of_the_gradients_and_state_float32(kind: str) ->
 def test_factors_have_the_dtype_they_are_given() -> None:
     for kind in ("soap", "shampoo", "katie"):
         transform = getattr(isokron.jax, f"scale_by_{kind}")(factor_dtype="bfloat16")
-        _, state = jax.eval_shape(transform.update, tree(1), transform.init(tree()))
+        _, state = jax.eval_shape(transform.update, tree(1), jax.eval_shape(transform.init, tree()))
         kept = {key: x.dtype for key, x in state.blocks["4x6"].items() if key != "momentum"}
         for key, dtype in kept.items():
             assert dtype == ("bfloat16" if key.startswith("cov") else "float32"), key
@@ -202,7 +200,8 @@ def test_factors_have_the_dtype_they_are_given() -> None:
 
 def test_a_tree_says_which_leaves_are_stacks() -> None:
     params = {"stack": jnp.ones((3, 4, 5)), "whole": jnp.ones((3, 4, 5))}
-    state = isokron.jax.scale_by_soap(stacked={"stack": 1, "whole": 0}).init(params)
+    transform = isokron.jax.scale_by_soap(stacked={"stack": 1, "whole": 0})
+    state = jax.eval_shape(transform.init, params)
     assert {name: own["variance"].shape for name, own in state.blocks.items()} == {
         "4x5": (3, 4, 5),
         "3x20": (1, 3, 20),
@@ -214,7 +213,7 @@ def test_leaves_of_every_kind_come_back_in_their_shape(kind: str) -> None:
     shapes = {"a": (5,), "b": (), "c": (1, 6), "d": (2, 3, 4), "e": (0, 3), "f": (2, 1, 3)}
     grads = {name: jnp.ones(shape) for name, shape in shapes.items()}
     transform, _ = made(kind)
-    updates, _ = jax.eval_shape(transform.update, grads, transform.init(grads))
+    updates, _ = jax.eval_shape(transform.update, grads, jax.eval_shape(transform.init, grads))
     assert {name: leaf.shape for name, leaf in updates.items()} == shapes
 
 
@@ -312,11 +311,3 @@ def test_wrong_trees_are_told() -> None:
     state = transform.init({"w": jnp.zeros((4, 3))})
     with pytest.raises(ValueError, match=r"the state has blocks \['4x3'\]"):
         transform.update({"w": jnp.zeros((5, 3))}, state)
-
-
-def test_no_torch_is_needed() -> None:
-    script = (
-        "import sys; sys.modules['torch'] = None; import isokron.jax as k; import jax.numpy as j;"
-        "o = k.shampoo(); p = j.eye(3); o.update(p, o.init(p), p); k.newton_schulz(p)"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
