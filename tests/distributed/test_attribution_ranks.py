@@ -5,7 +5,9 @@ import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,11 +37,16 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "attribution"))
 from letters import Model, subject
 
 
-@pytest.fixture(autouse=True)
-def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is changed here, in this process as in others, is as before when a test ends."""
-    monkeypatch.setattr(subjects, "PASS", subjects.PASS)
-    monkeypatch.setattr(folding, "KEPT", folding.KEPT)
+def in_small_batches(work: Callable[..., Any]) -> Callable[..., Any]:
+    """Batches of five, in this process as in others, and as before when the work is done."""
+
+    @wraps(work)
+    def done(*args: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(subjects, "PASS", 1)
+            return work(*args)
+
+    return done
 
 
 FITS = {
@@ -58,7 +65,6 @@ def world() -> Ranks | None:
 
 
 def begun(folder: Path, seed: int = 0) -> Run:
-    subjects.PASS = 1  # batches of five
     return Run.begin(folder, subject(seed), ranks=world())
 
 
@@ -73,18 +79,20 @@ def alike(tmp_path: Path, work: Callable[[Path], object], *counts: int) -> dict[
     wanted = contents(tmp_path / "alone")
     assert wanted
     for count in counts:
-        run(count, work, tmp_path / f"by-{count}", folder=tmp_path / "meeting")
+        run(count, work, tmp_path / f"by-{count}")
         found = contents(tmp_path / f"by-{count}")
         assert found.keys() == wanted.keys()
         assert [name for name in found if found[name] != wanted[name]] == []
     return wanted
 
 
+@in_small_batches
 def fits(folder: Path) -> None:
     for name, settings in FITS.items():
         fit(begun(folder / name), settings)
-    folding.KEPT = 0  # EK-FAC passes over the data again
-    fit(begun(folder / "again"), FITS["ekfac"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(folding, "KEPT", 0)  # EK-FAC passes over the data again
+        fit(begun(folder / "again"), FITS["ekfac"])
 
 
 def test_curvature_has_the_same_bytes_on_any_number_of_ranks(tmp_path: Path) -> None:
@@ -94,6 +102,7 @@ def test_curvature_has_the_same_bytes_on_any_number_of_ranks(tmp_path: Path) -> 
     assert len(set(factors.values())) == len(FITS)
 
 
+@in_small_batches
 def stores(folder: Path) -> None:
     for name, settings in {
         "white": Build(dim=4),
@@ -117,6 +126,7 @@ def test_stores_and_scores_have_the_same_bytes_on_any_number_of_ranks(tmp_path: 
     assert not [name for name in wanted if name.endswith(".tmp")]
 
 
+@in_small_batches
 def built(folder: Path) -> None:
     build(begun(folder), Build(dim=4, whiten=False), per_shard=4)
 
@@ -143,7 +153,7 @@ def test_a_rank_that_is_killed_loses_nothing_that_was_finished(
 ) -> None:
     built(tmp_path / "right")
     wanted, folder = contents(tmp_path / "right"), tmp_path / "run"
-    first, second = outcomes(2, dying, folder, at, folder=tmp_path / "meeting")
+    first, second = outcomes(2, dying, folder, at)
     assert second == -signal.SIGKILL
     assert "for ranks that did not come within" in str(first)
     left = {
@@ -151,7 +161,7 @@ def test_a_rank_that_is_killed_loses_nothing_that_was_finished(
     }
     assert len(left) == 5 + (at == 4)  # four of rank 0, and what rank 1 had done
     assert list((folder / "gradients").glob(".shard-*.tmp"))
-    run(after, built, folder, folder=tmp_path / "meeting")
+    run(after, built, folder)
     assert contents(folder) == wanted
     whole = [name for name in left if name != "shard-00003.safetensors"]  # its record may be gone
     assert {name: (folder / "gradients" / name).stat().st_mtime_ns for name in whole} == {
@@ -159,6 +169,7 @@ def test_a_rank_that_is_killed_loses_nothing_that_was_finished(
     }
 
 
+@in_small_batches
 def differing(folder: Path) -> list[str]:
     rank, found = dist.get_rank(), []
     run = begun(folder)
@@ -174,13 +185,14 @@ def differing(folder: Path) -> list[str]:
 
 
 def test_ranks_that_differ_are_told_in_what(tmp_path: Path) -> None:
-    for model, stored, fitted in run(2, differing, tmp_path / "run", folder=tmp_path / "meeting"):
+    for model, stored, fitted in run(2, differing, tmp_path / "run"):
         assert model.startswith("a run's model and data must be the same on all 2 ranks")
         assert stored.startswith("the settings of build must be the same on all 2 ranks")
         assert 'method": "kfac' in fitted
         assert 'method": "tkfac' in fitted
 
 
+@in_small_batches
 def spoiled(folder: Path, verb: str) -> str:
     """The last example has no finite loss, which is seen by one rank only."""
     found = begun(folder)
@@ -199,7 +211,7 @@ def spoiled(folder: Path, verb: str) -> str:
 
 @pytest.mark.parametrize("verb", ["fit", "build"])
 def test_an_error_of_one_rank_ends_all_at_once(verb: str, tmp_path: Path) -> None:
-    found = run(2, spoiled, tmp_path / "run", verb, folder=tmp_path / "meeting", seconds=30)
+    found = run(2, spoiled, tmp_path / "run", verb, seconds=30)
     kinds = {text.split(":")[0] for text in found}  # layers of both may have it
     assert "FloatingPointError" in kinds
     assert kinds <= {"Elsewhere", "FloatingPointError"}

@@ -5,7 +5,6 @@ import logging
 import re
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,8 +107,8 @@ def differing(what: str) -> str:
         ("nothing", ""),
     ],
 )
-def test_ranks_that_differ_are_told_how(what: str, message: str, tmp_path: Path) -> None:
-    for text in run(2, differing, what, folder=tmp_path):
+def test_ranks_that_differ_are_told_how(what: str, message: str) -> None:
+    for text in run(2, differing, what):
         assert bool(text) == bool(message)
         assert re.search(message, text), text
 
@@ -141,10 +140,10 @@ def spoiled(mode: str, where: str, reduce: str) -> tuple[str, int, bool]:
 
 @pytest.mark.parametrize("where", ["gradient", "statistics"])
 @pytest.mark.parametrize("reduce", ["covariance", "gram"])
-def test_what_is_not_finite_on_one_rank_stops_all(where: str, reduce: str, tmp_path: Path) -> None:
-    for text, skipped, same in run(2, spoiled, "skip", where, reduce, folder=tmp_path):
+def test_what_is_not_finite_on_one_rank_stops_all(where: str, reduce: str) -> None:
+    for text, skipped, same in run(2, spoiled, "skip", where, reduce):
         assert (text, skipped, same) == ("", 1, True)
-    first, second = run(2, spoiled, "raise", where, reduce, folder=tmp_path)
+    first, second = run(2, spoiled, "raise", where, reduce)
     assert "rank 1 cannot step, its error says why; nothing was changed" in first[0]
     assert second[0].startswith("FloatingPointError")
     assert first[2] is second[2] is True
@@ -168,9 +167,9 @@ def adapted() -> list[float]:
     return [*found, *torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()]
 
 
-def test_damping_is_adapted_alike(tmp_path: Path) -> None:
-    (alone,) = run(1, adapted, folder=tmp_path)
-    found = run(3, adapted, folder=tmp_path)
+def test_damping_is_adapted_alike() -> None:
+    (alone,) = run(1, adapted)
+    found = run(3, adapted)
     assert found[0] == found[1] == found[2]
     assert found[0][:6] == pytest.approx(alone[:6])
     assert len(set(alone[:6])) > 1
@@ -186,19 +185,25 @@ def worked() -> tuple[list[int], int]:
         done.append(matrix.size(-1))
         return plain(matrix)
 
-    layers.decomposed = decomposed
     model, optimizer = made(width=20, reduce="covariance")
     ranks = optimizer.ranks
     gathers = []
     gather = type(ranks).all_gather
-    type(ranks).all_gather = lambda self, x: (gathers.append(x.dtype), gather(self, x))[1]
-    backward(model)
-    optimizer.step()
+
+    def all_gather(self: Any, x: Tensor) -> Any:
+        gathers.append(x.dtype)
+        return gather(self, x)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layers, "decomposed", decomposed)
+        patch.setattr(type(ranks), "all_gather", all_gather)
+        backward(model)
+        optimizer.step()
     return done, gathers.count(torch.uint8)
 
 
-def test_each_decomposition_is_the_work_of_one_rank(tmp_path: Path) -> None:
-    found = run(2, worked, folder=tmp_path)
+def test_each_decomposition_is_the_work_of_one_rank() -> None:
+    found = run(2, worked)
     assert sorted(found[0][0] + found[1][0]) == [3, 5, 20, 21]
     assert found[0][0] == [21]
     assert [gathers for _, gathers in found] == [1, 1]
@@ -214,8 +219,8 @@ def silent() -> list[str]:
     return [str(w.message) for w in caught if "ranks do not share" in str(w.message)]
 
 
-def test_ranks_nobody_spoke_of_are_warned_of_with_the_remedy(tmp_path: Path) -> None:
-    for texts in run(2, silent, folder=tmp_path):
+def test_ranks_nobody_spoke_of_are_warned_of_with_the_remedy() -> None:
+    for texts in run(2, silent):
         assert len(texts) == 2  # of the first, and of a copy, which has no ranks
         assert all("call optimizer.distribute()" in text for text in texts)
 
@@ -233,8 +238,8 @@ def refused() -> str:
     return failure(lambda: made(method="ekfac", reduce="gram"))
 
 
-def test_a_gram_matrix_has_no_basis_for_ekfac(tmp_path: Path) -> None:
-    for text in run(2, refused, folder=tmp_path):
+def test_a_gram_matrix_has_no_basis_for_ekfac() -> None:
+    for text in run(2, refused):
         assert 'use method="kfac", or reduce="auto"' in text
 
 
@@ -244,22 +249,25 @@ def failing() -> tuple[int, list[bool], str]:
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
     layers.logger.addHandler(handler)
+    patch = pytest.MonkeyPatch()
     model, optimizer = made(every=1)
     backward(model)
     optimizer.step()
     before = [optimizer.state[model[i].weight]["basis.output"].clone() for i in (0, 2)]
     plain = layers.decomposed
     if dist.get_rank() == 0:  # who has the largest of all, the input side of the last layer
-        layers.decomposed = lambda matrix: plain(matrix * torch.nan)
+        patch.setattr(layers, "decomposed", lambda matrix: plain(matrix * torch.nan))
     optimizer.zero_grad()
     backward(model, 1)
     optimizer.step()
+    patch.undo()
+    layers.logger.removeHandler(handler)
     after = [optimizer.state[model[i].weight]["basis.output"] for i in (0, 2)]
     return optimizer.failed_refreshes, list(map(torch.equal, before, after)), " ".join(records)
 
 
-def test_a_basis_one_rank_could_not_find_is_kept_by_all(tmp_path: Path) -> None:
-    found = run(2, failing, folder=tmp_path)
+def test_a_basis_one_rank_could_not_find_is_kept_by_all() -> None:
+    found = run(2, failing)
     assert found[0] == found[1]
     assert found[0][:2] == (1, [False, True])
     assert "no eigenbasis of layer '2'" in found[0][2]

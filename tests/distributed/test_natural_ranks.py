@@ -2,7 +2,7 @@
 
 import io
 import warnings
-from pathlib import Path
+from functools import cache
 from typing import Any
 
 import pytest
@@ -64,6 +64,7 @@ def parameters(model: nn.Module) -> list[Tensor]:
     return [param.detach().clone() for param in model.parameters()]
 
 
+@cache
 def one_rank(
     steps: int = 5, dtype: torch.dtype = torch.float64, method: str = "kfac", **settings: Any
 ) -> list[Tensor]:
@@ -130,26 +131,26 @@ CASES = [{"reduce": mode} for mode in MODES] + [
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_ranks_with_unequal_counts_are_one_rank_that_saw_all(ranks: int, tmp_path: Path) -> None:
-    found = run(ranks, many_ranks, CASES, folder=tmp_path)
+def test_ranks_with_unequal_counts_are_one_rank_that_saw_all(ranks: int) -> None:
+    found = run(ranks, many_ranks, CASES)
     for case, each in zip(CASES, zip(*found, strict=True), strict=True):
         assert_bit_equal(list(each))
         assert_same(each[0][0], one_rank(method=case.get("method", "kfac")), 1e-10)
 
 
-def test_float32_is_as_near_as_its_rounding(tmp_path: Path) -> None:
-    found = run(2, many_ranks, CASES, torch.float32, folder=tmp_path)
+def test_float32_is_as_near_as_its_rounding() -> None:
+    found = run(2, many_ranks, CASES, torch.float32)
     for case, each in zip(CASES, zip(*found, strict=True), strict=True):
         assert_bit_equal(list(each))
         wanted = one_rank(method=case.get("method", "kfac"), dtype=torch.float32)
         assert_same(each[0][0], wanted, 1e-4)
 
 
-def test_ranks_that_do_not_share_are_not_one_rank(tmp_path: Path) -> None:
+def test_ranks_that_do_not_share_are_not_one_rank() -> None:
     """What the tests above would say if curvature stayed that of each rank's own examples."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = run(2, many_ranks, [{"ranks": None}], folder=tmp_path)
+        found = run(2, many_ranks, [{"ranks": None}])
     with pytest.raises(AssertionError, match="relative error"):
         assert_same(found[0][0][0], one_rank(), 1e-3)
 
@@ -171,8 +172,8 @@ def grams() -> tuple[float, float]:
     return float(wrong), float((right[0] - wanted).norm() / wanted.norm())
 
 
-def test_gram_matrices_of_ranks_do_not_add_up_but_those_of_rows_do(tmp_path: Path) -> None:
-    for wrong, right in run(2, grams, folder=tmp_path):
+def test_gram_matrices_of_ranks_do_not_add_up_but_those_of_rows_do() -> None:
+    for wrong, right in run(2, grams):
         assert wrong > 0.3
         assert right < 1e-14
 
@@ -196,22 +197,20 @@ def by_hand(reduction: str) -> tuple[list[Tensor], dict[str, Tensor]]:
     return parameters(model), states
 
 
-def test_sums_are_summed(tmp_path: Path) -> None:
+def test_sums_are_summed() -> None:
     model = Net()
     optimizer = isokron.NaturalGradient(model, **SETTINGS, reduction="sum")
     for step in range(4):
         optimizer.zero_grad()
         losses(model, step).sum().backward()
         optimizer.step()
-    for params, _ in run(4, by_hand, "sum", folder=tmp_path):
+    for params, _ in run(4, by_hand, "sum"):
         assert_same(params, parameters(model), 1e-10)
 
 
-def test_means_of_ranks_weigh_examples_in_the_gradient_and_not_in_the_curvature(
-    tmp_path: Path,
-) -> None:
+def test_means_of_ranks_weigh_examples_in_the_gradient_and_not_in_the_curvature() -> None:
     """3 and 9 examples: DDP's average gives those of the first rank a third each of one half."""
-    (params, state), _ = run(2, by_hand, "mean", folder=tmp_path)
+    (params, state), _ = run(2, by_hand, "mean")
     model = Net()
     optimizer = isokron.NaturalGradient(model, **SETTINGS)
     for step in range(4):
@@ -265,14 +264,14 @@ class Kinds(nn.Module):
 
 
 @pytest.mark.parametrize("reduce", ["auto", "gather"])
-def test_embeddings_attention_and_norms_are_shared_too(reduce: str, tmp_path: Path) -> None:
+def test_embeddings_attention_and_norms_are_shared_too(reduce: str) -> None:
     model = Kinds()
     optimizer = isokron.NaturalGradient(model, layers="*", **KINDS)
     for step in range(3):
         optimizer.zero_grad()
         model(Kinds.batch(step)).square().sum().mul(1 / 12).backward()
         optimizer.step()
-    found = run(2, all_kinds, reduce, folder=tmp_path)
+    found = run(2, all_kinds, reduce)
     assert all(map(torch.equal, *found))
     assert_same(found[0], parameters(model), 1e-9)
 
@@ -301,11 +300,11 @@ def saving(reduce: str) -> tuple[list[Tensor], bytes, int]:
 
 
 @pytest.mark.parametrize("reduce", ["auto", "gram"])
-def test_a_checkpoint_goes_on_with_another_number_of_ranks(reduce: str, tmp_path: Path) -> None:
-    (weights, saved, rows), _ = run(2, saving, reduce, folder=tmp_path)
+def test_a_checkpoint_goes_on_with_another_number_of_ranks(reduce: str) -> None:
+    (weights, saved, rows), _ = run(2, saving, reduce)
     assert rows == (20 if reduce == "gram" else 5)  # half of the columns' 40 rows, or A of 4 + 1
     for ranks in (1, 4):
-        for params in run(ranks, resumed, saved, weights, reduce, folder=tmp_path):
+        for params in run(ranks, resumed, saved, weights, reduce):
             assert_same(params, one_rank(), 1e-10)
     if reduce == "gram":
         with pytest.raises(ValueError, match=r"'wide'.* kept as columns.*distribute\(reduce="):
@@ -315,28 +314,32 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks(reduce: str, tmp_path
 
 
 def shortened() -> tuple[list[Tensor], int]:
-    thin.MOST = 16
     model = Net()
     optimizer = natural(
         model, **SETTINGS, reduction="global_mean", ranks=ranks_of(timeout=60), reduce="gram"
     )
-    train(DistributedDataParallel(model), optimizer, range(5))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(thin, "MOST", 16)
+        train(DistributedDataParallel(model), optimizer, range(5))
     return parameters(model), optimizer.state[model.wide.weight]["columns"].size(2)
 
 
-def test_columns_that_are_too_many_are_shortened_alike_on_any_number_of_ranks(
-    tmp_path: Path,
-) -> None:
-    ((one, _),) = run(1, shortened, folder=tmp_path)
+def test_columns_that_are_too_many_are_shortened_alike_on_any_number_of_ranks() -> None:
+    ((one, _),) = run(1, shortened)
     assert not all(map(torch.allclose, one, one_rank()))
-    for params, columns in run(2, shortened, folder=tmp_path):
+    for params, columns in run(2, shortened):
         assert columns <= 16
         assert_same(params, one, 1e-8)
 
 
 def counted(reduce: str) -> tuple[int, int, int]:
     """Bytes sent in a step that looks and does not refresh, and what the costs of sides say."""
-    modes.LARGE = 30  # so that "auto" has all three of them
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(modes, "LARGE", 30)  # so that "auto" has all three of them
+        return sent_and_foreseen(reduce)
+
+
+def sent_and_foreseen(reduce: str) -> tuple[int, int, int]:
     model, ranks = Net(), ranks_of(timeout=60)
     optimizer = natural(
         model,
@@ -377,8 +380,8 @@ def counted(reduce: str) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("reduce", MODES)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_bytes_are_those_of_the_costs(reduce: str, ranks: int, tmp_path: Path) -> None:
-    for sent, wanted, modes_seen in run(ranks, counted, reduce, folder=tmp_path):
+def test_bytes_are_those_of_the_costs(reduce: str, ranks: int) -> None:
+    for sent, wanted, modes_seen in run(ranks, counted, reduce):
         assert abs(sent - wanted) < 32  # whole bytes of every part of what is summed at once
         assert modes_seen == (3 if reduce in ("auto", "gram") else 1)
 

@@ -1,16 +1,16 @@
 """What a plan foresees is what ranks have and send, to the byte: every optimizer, every layout."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from test_ownership import chosen
 from torch import Tensor, nn
 
 import isokron
 from cases import CASES, Case
 from isokron.planning import load_of, make_layout
-from processes import run
+from processes import mesh, run
 
 # rows that do not divide, fewer rows than ranks, several blocks, half precision, no dimension
 SHAPES: list[tuple[tuple[int, ...], torch.dtype]] = [
@@ -44,26 +44,25 @@ def grouped(params: list[nn.Parameter]) -> list[dict[str, Any]]:
     ]
 
 
-def measured(kind: str, shard: int | None) -> list[Counts]:
-    """On a rank: all optimizers, two steps each."""
+def measured(numbers: list[int], kind: str, shard: int | None) -> list[Counts]:
+    """On a rank: many optimizers, two steps each."""
     from torch.distributed import get_world_size
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     counts = []
-    mesh = None
+    over = None
     if kind != "ddp":
         size = get_world_size()
-        mesh = init_device_mesh("cpu", (size // shard, shard) if shard else (size,))
-    for case in CASES:
+        over = mesh(size // shard, shard) if shard else mesh(size)
+    for case in (CASES[number] for number in numbers):
         params = parameters("cpu")
-        if mesh is not None:
-            lead = (Replicate(),) * (mesh.ndim - 1)
+        if over is not None:
+            lead = (Replicate(),) * (over.ndim - 1)
             params = [
                 nn.Parameter(
                     distribute_tensor(
                         p.detach(),
-                        mesh,
+                        over,
                         (*lead, Shard(0) if p.ndim else Replicate()),
                         src_data_rank=None,
                     )
@@ -71,7 +70,7 @@ def measured(kind: str, shard: int | None) -> list[Counts]:
                 for p in params
             ]
         optimizer = case.make(grouped(params))
-        if mesh is None:
+        if over is None:
             optimizer.distribute()
         sent = [0]
         for step in range(2):
@@ -111,15 +110,14 @@ def foreseen(case: Case, ranks: int, kind: str, shard: int | None) -> list[tuple
     ("ranks", "kind", "shard"),
     [(2, "ddp", None), (4, "ddp", None), (2, "fsdp", None), (4, "fsdp", None), (4, "hsdp", 2)],
 )
-def test_ranks_keep_and_send_what_was_foreseen(
-    ranks: int, kind: str, shard: int | None, tmp_path: Path
-) -> None:
-    found = run(ranks, measured, kind, shard, folder=tmp_path)
-    for number, case in enumerate(CASES):
-        planned = foreseen(case, ranks, kind, shard)
-        for rank, counts in enumerate(found):
+def test_ranks_keep_and_send_what_was_foreseen(ranks: int, kind: str, shard: int | None) -> None:
+    numbers = chosen(ranks)
+    found = run(ranks, measured, numbers, kind, shard)
+    for number, *counts in zip(numbers, *found, strict=True):
+        planned = foreseen(CASES[number], ranks, kind, shard)
+        for rank, each in enumerate(counts):
             state, sent = planned[rank % len(planned)]
-            assert counts[number] == (state, sent, sent), f"{case.name}, rank {rank}"
+            assert each == (state, sent, sent), f"{CASES[number].name}, rank {rank}"
 
 
 def test_state_is_divided_and_not_copied() -> None:

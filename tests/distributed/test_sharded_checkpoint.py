@@ -73,9 +73,9 @@ def test_training_goes_on_with_other_numbers_of_ranks_to_the_bit(
     flatten: bool, tmp_path: Path
 ) -> None:
     two, one, four = (str(tmp_path / name) for name in ("two", "one", "four"))
-    run(2, save, two, flatten, range(0, 2), folder=tmp_path)
-    run(1, save, one, flatten, range(2, 4), two, folder=tmp_path)
-    for wrong in run(4, save, four, flatten, range(4, STEPS), one, folder=tmp_path):
+    run(2, save, two, flatten, range(0, 2))
+    run(1, save, one, flatten, range(2, 4), two)
+    for wrong in run(4, save, four, flatten, range(4, STEPS), one):
         assert wrong == []
 
 
@@ -114,7 +114,7 @@ def full(path: str) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_the_whole_state_is_that_of_one_process(ranks: int, tmp_path: Path) -> None:
-    run(ranks, full, str(tmp_path / "state"), folder=tmp_path)
+    run(ranks, full, str(tmp_path / "state"))
 
 
 def saved_by_itself() -> None:
@@ -139,8 +139,8 @@ def saved_by_itself() -> None:
     assert differing(model, after) == []
 
 
-def test_a_part_is_not_saved_as_if_it_were_all(tmp_path: Path) -> None:
-    run(2, saved_by_itself, folder=tmp_path)
+def test_a_part_is_not_saved_as_if_it_were_all() -> None:
+    run(2, saved_by_itself)
 
 
 def foreign() -> list[str]:
@@ -172,8 +172,8 @@ def foreign() -> list[str]:
     return texts
 
 
-def test_a_foreign_checkpoint_is_refused_by_its_first_differing_key(tmp_path: Path) -> None:
-    for sgd, ams, wrong, pieces, few in run(2, foreign, folder=tmp_path):
+def test_a_foreign_checkpoint_is_refused_by_its_first_differing_key() -> None:
+    for sgd, ams, wrong, pieces, few in run(2, foreign):
         assert "state of parameter 'p0': " in sgd
         assert "'momentum_buffer' is not part" in sgd or "is missing from" in sgd
         assert "'max_exp_avg_sq' is not part of this state" in ams
@@ -206,7 +206,7 @@ def frozen(folder: str) -> list[str]:
 
 
 def test_frozen_parameters_have_no_state(tmp_path: Path) -> None:
-    run(2, frozen, str(tmp_path / "saved"), folder=tmp_path)
+    run(2, frozen, str(tmp_path / "saved"))
 
 
 def full_by_torch() -> str:
@@ -221,6 +221,6 @@ def full_by_torch() -> str:
     return str(caught.value)
 
 
-def test_a_full_state_that_would_be_a_part_is_refused(tmp_path: Path) -> None:
-    for text in run(2, full_by_torch, folder=tmp_path):
+def test_a_full_state_that_would_be_a_part_is_refused() -> None:
+    for text in run(2, full_by_torch):
         assert "would take one rank's part for the whole" in text
