@@ -1,16 +1,23 @@
-"""`torchrun -m isokron`: real launches, of which there are few, for each takes seconds."""
+"""`torchrun -m isokron`: a real launch, and processes that find what torchrun tells its own.
+
+There is one launch, for each takes seconds: three times an interpreter that imports torch.
+"""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from isokron.attribution import subject
 from isokron.cli import main
+from processes import CONTEXT
 
 Call = Callable[..., tuple[int, str, str]]
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs POSIX")
@@ -41,6 +48,41 @@ def launched(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command, cwd=folder, env=ENV, capture_output=True, text=True, timeout=120, check=False
     )
+
+
+def started(*calls: list[str], folder: Path) -> tuple[list[int | None], list[str]]:
+    """Exit codes and what is on stderr of processes with the environment that torchrun gives."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    told = [folder / f"stderr-{rank}" for rank in range(len(calls))]
+    processes = []
+    for rank, arguments in enumerate(calls):
+        env = {"RANK": str(rank), "WORLD_SIZE": str(len(calls)), "MASTER_PORT": str(port)}
+        env |= {**ENV, "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
+        process = CONTEXT.Process(target=isokron, args=(arguments, env, folder, told[rank]))
+        process.start()
+        processes.append(process)
+    end = time.monotonic() + 60
+    for process in processes:
+        process.join(max(0.0, end - time.monotonic()))
+    late = [process for process in processes if process.is_alive()]
+    for process in late:
+        process.kill()
+    assert not late
+    return [process.exitcode for process in processes], [path.read_text() for path in told]
+
+
+def isokron(arguments: list[str], env: dict[str, str], folder: Path, told: Path) -> None:
+    """The command, in a process of its own."""
+    os.environ.clear()
+    os.environ.update(env)
+    torch.set_num_threads(1)
+    os.chdir(folder)
+    with told.open("w") as file:
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    sys.argv = ["isokron", *arguments]
+    main()
 
 
 @pytest.fixture
@@ -80,16 +122,21 @@ def test_two_processes_write_what_one_does(task: list[str], tmp_path: Path, alon
     # one of them prints, and shows progress
     assert shared.stdout.replace("shared", "alone") == printed
     assert shared.stderr.count("gradients: example 32 of 32") == 1
-    wrong = launched("fit", "shared", *task, "--method", "tkfac", folder=tmp_path)
-    assert wrong.returncode == 1
-    (line,) = complaints(wrong.stderr)
+
+
+def test_an_error_of_all_is_told_by_one(task: list[str], tmp_path: Path, alone: Call) -> None:
+    assert alone("fit", "run", *task)[0] == 0
+    wrong = ["fit", "run", *task, "--method", "tkfac"]
+    codes, told = started(wrong, wrong, folder=tmp_path)
+    assert codes == [1, 1]
+    (line,) = complaints("".join(told))
     assert "another fit: method was 'kfac', is 'tkfac'" in line
 
 
 def test_a_command_that_cannot_be_shared_is_refused_once(tmp_path: Path) -> None:
-    done = launched("evaluate", "run", folder=tmp_path)
-    assert done.returncode != 0
-    (line,) = complaints(done.stderr)
+    codes, told = started(*[["evaluate", "run"]] * 2, folder=tmp_path)
+    assert all(codes)
+    (line,) = complaints("".join(told))
     assert "isokron evaluate works on one process, and torchrun has started 2" in line
 
 
@@ -106,15 +153,16 @@ if os.environ.get("RANK") == "1" and os.environ.get("DYING"):
 """
 
 
-def test_a_killed_process_ends_the_launch_and_the_next_goes_on(
+def test_a_killed_process_ends_the_other_and_the_next_goes_on(
     task: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: Call
 ) -> None:
     with (tmp_path / "task.py").open("a") as file:
         file.write(KILLED)
     assert alone("fit", "run", *task)[0] == 0
     monkeypatch.setitem(ENV, "DYING", "1")
-    killed = launched("build", "run", "--dim", "4", folder=tmp_path)
-    assert killed.returncode != 0
+    codes, _ = started(*[["build", "run", "--dim", "4"]] * 2, folder=tmp_path)
+    assert codes[0] not in (0, None)
+    assert codes[1] == -signal.SIGKILL
     there = {path.name for path in (tmp_path / "run" / "gradients").glob("shard-*.json")}
     assert "shard-00001.json" in there
     assert "shard-00003.json" not in there
@@ -125,25 +173,9 @@ def test_a_killed_process_ends_the_launch_and_the_next_goes_on(
 
 
 def test_other_arguments_are_told_by_one_and_end_all(task: list[str], tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    started = []
-    for rank in range(2):
-        env = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-        command = [sys.executable, "-m", "isokron", "fit", f"run-{rank}", *task]
-        started.append(
-            subprocess.Popen(
-                command,
-                cwd=tmp_path,
-                env={**ENV, **env, "MASTER_PORT": str(port)},
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    told = [process.communicate(timeout=60)[1] for process in started]
-    assert [process.returncode for process in started] == [2, 2]
-    (line,) = [line for text in told for line in complaints(text)]
+    codes, told = started(*[["fit", f"run-{rank}", *task] for rank in range(2)], folder=tmp_path)
+    assert codes == [2, 2]
+    (line,) = complaints("".join(told))
     assert "the arguments of isokron must be the same on all 2 ranks" in line
     assert "run-0" in line
     assert "run-1" in line
