@@ -1,12 +1,12 @@
 """Every example runs and does what it says; so does every Python block of the README and docs."""
 
-import os
 import re
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+import forked
 
 ROOT = Path(__file__).parent.parent
 ARGUMENTS = {"train_cnn.py": ["--steps", "40"], "train_huggingface.py": ["--steps", "30"]}
@@ -19,31 +19,26 @@ BLOCKS = [
 ]
 
 
-def run(arguments: list[str], folder: Path) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=folder,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[forked.Server]:
+    """Each block and each example has a process of its own, and imports isokron itself."""
+    heavy = (*forked.TORCH, "transformers.models.gpt2.modeling_gpt2", "sklearn.datasets", "optax")
+    folder = tmp_path_factory.mktemp("python")
+    with forked.server(folder, heavy, HF_HUB_OFFLINE="1") as server:
+        yield server
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_example_runs_and_its_loss_falls(name: str, tmp_path: Path) -> None:
+def test_example_runs_and_its_loss_falls(name: str, python: forked.Server, tmp_path: Path) -> None:
     path = ROOT / "examples" / name
     assert len(path.read_text().splitlines()) < 150
-    printed = run([str(path), *ARGUMENTS.get(name, [])], tmp_path)
+    printed = python.run(path, *ARGUMENTS.get(name, []), folder=tmp_path).out
     losses = [float(value) for value in re.findall(r"loss (\d+\.\d+)", printed)]
     assert losses[-1] < 0.6 * losses[0], printed
 
 
 @pytest.mark.parametrize("code", BLOCKS)
-def test_python_block_of_a_page_runs(code: str, tmp_path: Path) -> None:
+def test_python_block_of_a_page_runs(code: str, python: forked.Server, tmp_path: Path) -> None:
     """A page may leave out `model`, `batches` and `loss_fn`: the reader has them already."""
     given = (
         "import torch, isokron\nfrom torch import nn\n"
@@ -52,7 +47,7 @@ def test_python_block_of_a_page_runs(code: str, tmp_path: Path) -> None:
         "loss_fn = nn.functional.cross_entropy\n"
     )
     (tmp_path / "block.py").write_text(given + code)
-    run(["block.py"], tmp_path)
+    python.run("block.py", folder=tmp_path)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
