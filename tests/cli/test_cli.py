@@ -1,7 +1,6 @@
 """The command line as a person meets it: in a process of its own."""
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -16,13 +15,10 @@ from isokron._version import __version__
 TOY = Path(__file__).parents[1] / "race" / "toy.py"
 
 
-def command(*arguments):
-    return [sys.executable, "-m", "isokron", *map(str, arguments)]
-
-
 def isokron(*arguments, cwd=None):
+    command = [sys.executable, "-m", "isokron", *map(str, arguments)]
     return subprocess.run(
-        command(*arguments), capture_output=True, text=True, timeout=120, check=False, cwd=cwd
+        command, capture_output=True, text=True, timeout=120, check=False, cwd=cwd
     )
 
 
@@ -107,17 +103,20 @@ def test_learning_rates_can_be_given_per_optimizer(inside, tmp_path):
     ]
 
 
-def started_race(tmp_path, arguments, awaited="[!.]*.json"):
+@pytest.fixture
+def started_race(processes, tmp_path):
     """A long race in the background, once its first run, or the one awaited, is on disk."""
-    process = subprocess.Popen(
-        command(*arguments), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    deadline = time.monotonic() + 60
-    while not list((tmp_path / "r" / "runs").glob(awaited)):
-        assert process.poll() is None, process.stderr.read()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return process
+
+    def start(arguments, awaited="[!.]*.json"):
+        process = processes.start("-m", "isokron", *arguments, folder=tmp_path)
+        deadline = time.monotonic() + 60
+        while not list((tmp_path / "r" / "runs").glob(awaited)):
+            assert process.poll() is None, process.err
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        return process
+
+    return start
 
 
 def finished_runs(tmp_path):
@@ -125,21 +124,23 @@ def finished_runs(tmp_path):
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_a_stopped_race_is_completed_by_resume(how, tmp_path):
+def test_a_stopped_race_is_completed_by_resume(how, started_race, called, tmp_path):
     arguments = toy_race("--optimizers", "sign", "--steps", "500", "--out", "r")
-    process = started_race(tmp_path, arguments)
-    os.kill(process.pid, how)
-    out, err = process.communicate(timeout=60)
+    process = started_race(arguments)
+    process.kill(how)
+    code = process.wait()
     before = finished_runs(tmp_path)
     assert 1 <= len(before) < 4
     if how is signal.SIGINT:
-        assert process.returncode == 130
-        assert "Traceback" not in err
-        assert "--resume" in err
-        assert "not finished" in out or "adamw" in out
+        assert code == 130
+        assert "Traceback" not in process.err
+        assert "--resume" in process.err
+        assert "not finished" in process.out or "adamw" in process.out
         assert "The race was interrupted" in (tmp_path / "r" / "index.html").read_text()
+    else:
+        assert code == -signal.SIGKILL
     (tmp_path / "r" / "runs" / ".sign-lr0.01-seed0.json.1.tmp").write_text('{"opt')
-    done = isokron(*arguments, "--resume", cwd=tmp_path)
+    done = called(*arguments, "--resume")
     assert done.returncode == 0, done.stderr
     after = finished_runs(tmp_path)
     assert len(after) == 4
@@ -163,11 +164,11 @@ def test_help_of_race_names_every_option_and_loads_no_torch():
     assert done.stdout.splitlines()[-1] == "False"
 
 
-def test_shortest_schedules_are_shown_and_may_be_asked_for_later(tmp_path):
+def test_shortest_schedules_are_shown_and_may_be_asked_for_later(called, tmp_path):
     arguments = toy_race("--steps", "20", *EASY)
-    assert isokron(*arguments, cwd=tmp_path).returncode == 0
+    assert called(*arguments).returncode == 0
     before = finished_runs(tmp_path)
-    done = isokron(*arguments, "--resume", "--shortest", cwd=tmp_path)
+    done = called(*arguments, "--resume", "--shortest")
     assert done.returncode == 0, done.stderr
     assert re.search(r"│ +\d+ steps \(0\.\d\d×\) │ +\d+\.\d\d s \(\d\.\d\d×\) │", done.stdout)
     assert "more: looking for the shortest schedule" in done.stderr
@@ -176,14 +177,13 @@ def test_shortest_schedules_are_shown_and_may_be_asked_for_later(tmp_path):
     assert len(after) > len(before)
 
 
-def test_a_race_killed_in_a_search_loses_that_run_only(tmp_path):
+def test_a_race_killed_in_a_search_loses_that_run_only(started_race, called, tmp_path):
     arguments = toy_race("--steps", "1000", "--shortest", *EASY)
-    process = started_race(tmp_path, arguments, "[!.]*-steps*.json")
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGKILL
+    process = started_race(arguments, "[!.]*-steps*.json")
+    process.kill(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
     before = finished_runs(tmp_path)
-    done = isokron(*arguments, "--resume", cwd=tmp_path)
+    done = called(*arguments, "--resume")
     assert done.returncode == 0, done.stderr
     after = finished_runs(tmp_path)
     assert {path: after[path] for path in before} == before

@@ -1,7 +1,6 @@
 """`isokron inspect` as a person meets it."""
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -15,17 +14,6 @@ from safetensors.torch import save_file
 
 TOY = Path(__file__).parents[1] / "race" / "toy.py"
 MINE = ["inspect", "--task", f"{TOY}:task", "--out", "page"]
-
-
-def isokron(*arguments, cwd):
-    return subprocess.run(
-        [sys.executable, "-m", "isokron", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        cwd=cwd,
-    )
 
 
 def test_help_shows_examples_and_every_option_and_loads_no_torch():
@@ -101,38 +89,32 @@ def test_training_that_diverges_exits_1_and_says_what_to_do(inside, tmp_path):
     assert list((tmp_path / "page").iterdir()) == []
 
 
-def test_an_inspection_prints_the_table_and_the_page_and_may_be_repeated(tmp_path):
-    done = isokron(*MINE, "--steps", "5", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == f"Page: {(tmp_path / 'page' / 'index.html').resolve()}"
-    assert re.search(r"│ 0 +│ +8 × 7 │ +dense │", done.stdout)
-    assert "training: step 5 of 5, loss" in done.stderr
-    assert "fitting: batch 4 of 4" in done.stderr
-    for text in (done.stdout, done.stderr):
+def test_an_inspection_prints_the_table_and_the_page_and_may_be_repeated(
+    processes, inside, tmp_path
+):
+    done = processes.run("-m", "isokron", *MINE, "--steps", "5", folder=tmp_path)
+    assert done.out.splitlines()[-1] == f"Page: {(tmp_path / 'page' / 'index.html').resolve()}"
+    assert re.search(r"│ 0 +│ +8 × 7 │ +dense │", done.out)
+    assert "training: step 5 of 5, loss" in done.err
+    assert "fitting: batch 4 of 4" in done.err
+    for text in (done.out, done.err):
         assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", text)
     files = {p: p.read_bytes() for p in (tmp_path / "page").rglob("*") if p.is_file()}
-    assert isokron(*MINE, "--steps", "5", cwd=tmp_path).returncode == 0
+    assert inside(*MINE, "--steps", "5")[0] == 0
     assert {p: p.read_bytes() for p in (tmp_path / "page").rglob("*") if p.is_file()} == files
     saved = json.loads((tmp_path / "page" / "inspect.json").read_text())
     assert saved["settings"]["training"] == "5 steps of AdamW"
 
 
-def test_one_that_is_interrupted_exits_130_without_a_page(tmp_path):
-    process = subprocess.Popen(
-        [sys.executable, "-m", "isokron", *MINE, "--steps", "1000000"],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def test_one_that_is_interrupted_exits_130_without_a_page(processes, tmp_path):
+    process = processes.start("-m", "isokron", *MINE, "--steps", "1000000", folder=tmp_path)
     deadline = time.monotonic() + 60
     while not (tmp_path / "page").exists():
-        assert process.poll() is None, process.stderr.read()
+        assert process.poll() is None, process.err
         assert time.monotonic() < deadline
         time.sleep(0.02)
     time.sleep(0.3)
-    os.kill(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert err.splitlines()[-1] == "Interrupted: nothing was written."
+    process.kill(signal.SIGINT)
+    assert process.wait() == 130
+    assert process.err.splitlines()[-1] == "Interrupted: nothing was written."
     assert list((tmp_path / "page").iterdir()) == []
