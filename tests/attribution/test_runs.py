@@ -1,11 +1,8 @@
 """Runs: stages that refuse what differs, scores that agree, and kills that lose nothing."""
 
 import json
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +11,7 @@ import pytest
 import torch
 from letters import subject, task
 
+import forked
 from isokron.attribution import (
     Ask,
     Asker,
@@ -133,7 +131,7 @@ def test_the_same_commands_give_the_same_bytes(tmp_path: Path) -> None:
 SCRIPT = """
 import sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[2])
+sys.path[:0] = sys.argv[2:]
 from test_runs import QUERIES, whole
 from isokron.attribution import read_queries, score
 print("ready", flush=True)
@@ -146,15 +144,20 @@ def test_a_kill_at_any_moment_loses_nothing(tmp_path: Path) -> None:
     right = tmp_path / "right"
     run = whole(right)
     score(run, read_queries(run.subject.task, QUERIES))
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "run"), str(Path(__file__).parent)]
-    moments = random.Random(0)
-    for _ in range(4):
-        with subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ) as process:
-            assert process.stdout is not None
-            process.stdout.readline()
-            time.sleep(moments.uniform(0.0, 0.4))
-            process.send_signal(signal.SIGKILL)
-    subprocess.run(command, check=True, capture_output=True)
+    command = ["-c", SCRIPT, tmp_path / "run", *Path(__file__).parents[:2]]
+    moments, killed = random.Random(0), 0
+    with forked.server(tmp_path, ("torch",)) as server:
+        for _ in range(6):
+            process = server.start(*command, folder=tmp_path)
+            while not process.out:
+                assert process.poll() is None, process.err
+                time.sleep(0.005)
+            time.sleep(moments.uniform(0.0, 0.3))
+            if process.poll() is None:
+                process.kill(signal.SIGKILL)
+            killed += process.wait() == -signal.SIGKILL
+        server.run(*command, folder=tmp_path)
+    assert killed > 0
     assert contents(tmp_path / "run") == contents(right)
 
 

@@ -5,8 +5,7 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, hessian, jacrev
 
+import forked
 from isokron.curvature import (
     CrossEntropy,
     Curvature,
@@ -155,25 +155,26 @@ def test_saving_again_leaves_one_set_of_factors(tmp_path: Path) -> None:
 
 
 def test_a_kill_while_saving_leaves_the_old_or_the_new(tmp_path: Path) -> None:
-    fitted("kfac")[1].save(tmp_path)
     script = (
-        "import sys, itertools; sys.path[:0] = [sys.argv[2]]\n"
+        "import sys, itertools; sys.path[:0] = sys.argv[2:]\n"
         "from test_curvature import fitted\n"
         "both = [fitted(method)[1] for method in ('kfac', 'ekfac')]\n"
         "print('ready', flush=True)\n"
         "for each in itertools.cycle(both): each.save(sys.argv[1])\n"
     )
-    for wait in (0.0, 0.013, 0.031):
-        command = [sys.executable, "-c", script, str(tmp_path), str(Path(__file__).parent)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE)
-        assert process.stdout is not None
-        process.stdout.readline()
-        try:
-            process.wait(wait)
-        except subprocess.TimeoutExpired:
-            os.kill(process.pid, signal.SIGKILL)
-            process.wait()
-        assert Curvature.load(tmp_path).layers["0"].method in ("kfac", "ekfac")
+    folder = tmp_path / "saved"
+    fitted("kfac")[1].save(folder)
+    with forked.server(tmp_path, ("torch",)) as server:
+        for wait in (0.0, 0.013, 0.031):
+            here = Path(__file__).parents[:2]
+            process = server.start("-c", script, folder, *here, folder=tmp_path)
+            while not process.out:
+                assert process.poll() is None, process.err
+                time.sleep(0.005)
+            time.sleep(wait)
+            process.kill(signal.SIGKILL)
+            assert process.wait() == -signal.SIGKILL
+            assert Curvature.load(folder).layers["0"].method in ("kfac", "ekfac")
 
 
 def test_a_full_disk_leaves_the_old_and_nothing_else(
