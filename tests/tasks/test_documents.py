@@ -204,7 +204,12 @@ def test_missing_packages_are_named_with_what_to_install(tmp_path, monkeypatch, 
 
 
 @pytest.mark.skipif(importlib.util.find_spec("datasets") is None, reason="needs datasets")
-def test_a_name_that_is_no_data_set_is_told_so(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+def test_a_name_that_is_no_data_set_is_told_so(monkeypatch):
+    import datasets
+    import huggingface_hub
+
+    # HF_HUB_OFFLINE is read on import, and without a network each of many requests is tried again
+    for place in (datasets.config, huggingface_hub.constants):
+        monkeypatch.setattr(place, "HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match="no file or folder here, and no data set could be loaded"):
         read_documents("surely/no-such-data-set:train")
