@@ -53,8 +53,8 @@ class Process:
         return self._code
 
     def kill(self, how: signal.Signals) -> None:
-        assert self.poll() is None, self.err
-        os.kill(self.pid, how)
+        if self.poll() is None:
+            os.kill(self.pid, how)  # one that has just ended keeps its number until it is asked
 
     def wait(self, seconds: float = SECONDS) -> int:
         end = time.monotonic() + seconds
