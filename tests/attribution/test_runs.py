@@ -270,6 +270,8 @@ def test_memory_bounds_shards_and_blocks(tmp_path: Path) -> None:
     queries = read_queries(run.subject.task, QUERIES)
     right = Asker(run).scores(queries).of
     found = Asker(run, memory=4 * store.width * 2).scores(queries).of
-    torch.testing.assert_close(found, right)
+    # sums in another order; how far apart they end depends on the instruction set
+    tolerance = 1e-5 * float(right.abs().max())
+    torch.testing.assert_close(found, right, rtol=1e-4, atol=tolerance)
     with pytest.raises(ValueError, match="memory must be eight times a row"):
         build(Run.begin(tmp_path / "other", subject()), Build(4, whiten=False), memory=64)
