@@ -1,5 +1,9 @@
-"""Every optimizer once: the contract tests run over this list."""
+"""Every optimizer once: the contract tests run over this list.
 
+ISOKRON_TEST_DEVICE=npu puts models and data on a second device (second_device.py).
+"""
+
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +13,10 @@ from torch import Tensor, nn
 
 import isokron
 from isokron.optim.blocks import Batch
+
+DEVICE = os.environ.get("ISOKRON_TEST_DEVICE", "cpu")
+if DEVICE == "npu":
+    import second_device  # noqa: F401
 
 
 class Whitening(isokron.Preconditioned):
@@ -134,14 +142,19 @@ class Net(nn.Module):
 
 def net(seed: int = 0, dtype: torch.dtype = torch.float32) -> Net:
     torch.manual_seed(seed)
-    return Net(dtype)
+    return Net(dtype).to(DEVICE)
+
+
+def randn(*shape: int) -> Tensor:
+    """The same numbers on every device."""
+    return torch.randn(shape).to(DEVICE)
 
 
 def batch(seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(32, 2, 4, 4, generator=generator)
     target = (x.flatten(1).sum(1) > 0).long() + (x[:, 0, 0, 0] > 1).long()
-    return x.to(dtype), target
+    return x.to(DEVICE, dtype), target.to(DEVICE)
 
 
 def loss_of(model: nn.Module, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -561,9 +561,28 @@ def test_a_failed_refresh_keeps_the_old_basis_and_is_counted(
     monkeypatch.setattr(fisher, "eigh", lambda matrix: eigh(matrix * torch.nan))
     with caplog.at_level(logging.WARNING, layers.__name__):
         train(model, optimizer, range(1, 2))
+        assert optimizer.failed_refreshes == 2
     assert "layer '0'" in caplog.text
-    assert optimizer.failed_refreshes == 2
     assert torch.equal(optimizer.state[model[0].weight]["basis.input"], basis)
+
+
+def test_a_layer_whose_first_refresh_fails_stays_where_it_is_until_one_succeeds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = net()
+    start = model[0].weight.detach().clone()
+    optimizer = isokron.NaturalGradient(model, every=100, **SETTINGS)
+    with monkeypatch.context() as patch:
+        eigh = fisher.eigh
+        patch.setattr(fisher, "eigh", lambda matrix: eigh(matrix * torch.nan))
+        train(model, optimizer, range(1))
+    assert torch.equal(model[0].weight, start)
+    saved = optimizer.state_dict()["state"][0]
+    assert all(value.isfinite().all() for value in saved.values())
+    train(model, optimizer, range(1, 2))
+    assert optimizer.failed_refreshes == 2
+    assert not torch.equal(model[0].weight, start)
+    assert all(value.isfinite().all() for value in optimizer.state[model[0].weight].values())
 
 
 def test_a_scaled_loss_is_unscaled_in_the_statistics() -> None:

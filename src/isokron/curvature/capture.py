@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,11 +124,16 @@ class Watcher:
                     "is not known any more; make that operation out of place"
                 )
             own = grad.detach() if part is None else part(grad.detach())
-            # statistics are no part of what the user has put under autocast
-            with torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
+            with torch.no_grad(), without_autocast(grad.device.type):
                 self.sink(Event(site, site.view.inputs(seen, dim), site.view.outputs(own, dim)))
 
         outputs.register_hook(report)
+
+
+def without_autocast(device: str) -> AbstractContextManager[Any]:
+    """Statistics are no part of what the user has put under autocast, which some devices lack."""
+    active = torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if active else nullcontext()
 
 
 class Begin(torch.autograd.Function):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isokron.curvature.capture import Event, Watcher
+from isokron.curvature.capture import Event, Watcher, without_autocast
 from isokron.curvature.heads import Heads
 from isokron.curvature.likelihoods import CrossEntropy, Likelihood, Loss, terms_and_weights
 from isokron.curvature.sites import Site
@@ -105,7 +105,7 @@ class Passes:
     @contextmanager
     def plain(self) -> Iterator[None]:
         """Statistics are no part of what the user has put under autocast."""
-        with torch.no_grad(), torch.autocast(self.device, enabled=False):
+        with torch.no_grad(), without_autocast(self.device):
             yield
 
     def _there_and_back(self, batch: Any, fold: Fold) -> None:

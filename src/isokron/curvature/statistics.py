@@ -171,7 +171,8 @@ def input_covariance_(sums: Sums, uses: Uses, columns: int) -> None:
         if uses.bias:
             row = torch.nn.functional.pad(inputs.sum(1, keepdim=True), (0, 1), value=inputs.size(1))
             sums.into("bias", row).add_(row)
-    total = sums.into("places", grads.new_zeros((), dtype=torch.float64))
+    # known on the host without asking a device
+    total = sums.into("places", torch.zeros((), dtype=torch.float64, device="cpu"))
     total += grads.size(1)
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
+from isokron.linalg.host import surely_all
 from isokron.linalg.threads import each, singly
 
 logger = logging.getLogger(__name__)
@@ -30,15 +31,15 @@ def eigh(matrix: Tensor, retries: Counter[str] | None = None) -> tuple[Tensor, T
     least, most = lower.flatten(-2).aminmax(dim=-1)  # NaN where any entry is
     peak = torch.maximum(-least, most)
     finite = peak.isfinite()
-    if whole := bool(finite.all()):
-        scale = power_of_two(peak)
-    else:  # no backend is to see them: some raise, some never return
-        scale = power_of_two(torch.where(finite, peak, 1.0))
+    all_finite = surely_all(finite)
+    if not all_finite:  # no backend is to see the others: some raise, some never return
+        peak = torch.where(finite, peak, 1.0)
         lower = lower.masked_fill(~finite[..., None, None], 0.0)
+    scale = power_of_two(peak)
     lower = lower / scale[..., None, None]  # and nothing is held of what was not divided
     values, vectors = _decompose(lower, Counter() if retries is None else retries)
     values = values * scale[..., None]
-    if not whole:
+    if not all_finite:
         values = values.masked_fill(~finite[..., None], torch.nan)
         vectors = vectors.masked_fill(~finite[..., None, None], torch.nan)
     return values, vectors
@@ -63,9 +64,12 @@ def _decompose(scaled: Tensor, retries: Counter[str]) -> tuple[Tensor, Tensor]:
 
 
 def _checked(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """eigh, where results that are not finite, of which LAPACK says nothing, are a failure too."""
+    """eigh, where results that are not finite, of which LAPACK says nothing, are a failure too.
+
+    On a device they are returned as they are: looking at them would make the host wait.
+    """
     values, vectors = torch.linalg.eigh(matrix, UPLO="L")
-    if not bool((values.sum() + vectors.sum()).isfinite()):
+    if matrix.is_cpu and not bool((values.sum() + vectors.sum()).isfinite()):
         raise LinAlgError("eigenvalues or eigenvectors are not finite")
     return values, vectors
 

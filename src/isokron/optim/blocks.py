@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from isokron.cutting import Block, cut_blocks, is_matrix, split_sizes
+from isokron.linalg import sent
 
 if TYPE_CHECKING:
     from isokron.optim.shared import Shared
@@ -30,9 +31,10 @@ class Batch:
 
     Its rows are fixed when it is built: a missing gradient leaves a row out of a step and never
     shifts the others. `step` counts, per row, the gradients it has seen, `phase` says by how many
-    steps its refreshes are shifted, `failures` how many have failed in a row; they stay on the CPU
-    so that asking what is due never waits for a device. `coming`: operators whose refresh has begun
-    and does not count yet, under the names they have in `state`; `jobs`: who is at work on them.
+    steps its refreshes are shifted, `failures` how many have failed in a row, `refreshed` whether
+    one has ever made an operator; they stay on the CPU so that asking what is due never waits for a
+    device. `coming`: operators whose refresh has begun and does not count yet, under the names they
+    have in `state`; `jobs`: who is at work on them.
     `shared`: where other processes have rows of this batch too, all of them; `rows` are then those
     owned here, perhaps none.
     """
@@ -46,9 +48,14 @@ class Batch:
         self.step = torch.zeros(len(rows), dtype=torch.float32, device="cpu")
         self.phase = [0] * len(rows)
         self.failures = [0] * len(rows)
+        self.refreshed = [False] * len(rows)
         self.state: dict[str, Tensor] = {}
         self.coming: dict[str, Tensor] = {}
-        self.jobs: dict[int, Future[dict[int, bool]]] = {}
+        self.jobs: dict[int, Future[dict[int, Tensor]]] = {}
+
+    def index(self, rows: Sequence[int]) -> Tensor:
+        """Numbers of rows as an index on the batch's device, sent there without waiting for it."""
+        return sent(torch.tensor(rows, device="cpu"), self.device)
 
     def zeros(self) -> Tensor:
         return torch.zeros(len(self.rows), *self.shape, dtype=self.dtype, device=self.device)

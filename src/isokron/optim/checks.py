@@ -1,12 +1,14 @@
 """Whether gradients can be stepped on, asked before anything changes."""
 
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from isokron.distributed import local
+from isokron.linalg import on_host
 from isokron.optim.groups import param_name
 
 
@@ -17,14 +19,34 @@ def check_gradients(
 
     `squares`: gradients that overflow when squared are as bad as infinite ones.
     """
-    for group in groups:
-        _check_kinds(optimizer, group)
+    check_kinds(optimizer, groups)
+    sums = gradient_sums(groups, squares)
+    return check_sums(optimizer, groups, squares, on_host(sums))
+
+
+def gradient_sums(groups: Sequence[Mapping[str, Any]], squares: bool) -> list[Tensor]:
+    """A sum for every gradient that is to be finite: no NaN or infinity leaves it finite.
+
+    Sums read memory at its full speed. `squares`: sums of squares, which bound every entry of every
+    Gram matrix.
+    """
+    asking = [group for group in groups if group["nonfinite"] != "ignore"]
+    grads = [local(p.grad) for group in asking for p in group["params"] if p.grad is not None]
+    return [_sum_of_squares(grad) if squares else grad.sum(dtype=_wide(grad)) for grad in grads]
+
+
+def check_sums(
+    optimizer: str,
+    groups: Sequence[Mapping[str, Any]],
+    squares: bool,
+    sums: Sequence[Sequence[float]],
+) -> str | None:
+    """Raise, or say why to skip the step, where `gradient_sums` are not finite; None: step."""
+    if all(isfinite(value) for values in sums for value in values):
+        return None
+    # a sum of huge finite numbers may overflow too, so now the gradients themselves are asked
     for mode in ("raise", "skip"):
-        asking = [group for group in groups if group["nonfinite"] == mode]
-        grads = [local(p.grad) for group in asking for p in group["params"] if p.grad is not None]
-        if not grads or _surely_finite(grads, squares):
-            continue
-        wrong = _what_is_wrong(asking, squares)
+        wrong = _what_is_wrong([group for group in groups if group["nonfinite"] == mode], squares)
         if wrong and mode == "raise":
             raise FloatingPointError(
                 f"{optimizer}: {wrong}; nothing was changed. Clip or unscale gradients before the "
@@ -35,8 +57,13 @@ def check_gradients(
     return None
 
 
-def _check_kinds(optimizer: str, group: Mapping[str, Any]) -> None:
+def check_kinds(optimizer: str, groups: Sequence[Mapping[str, Any]]) -> None:
     """Refuse sparse and complex gradients."""
+    for group in groups:
+        _check_kinds(optimizer, group)
+
+
+def _check_kinds(optimizer: str, group: Mapping[str, Any]) -> None:
     # first all at once: over many small tensors this is much of AdamW's time
     grads = [grad for param in group["params"] if (grad := param.grad) is not None]
     dtypes = {grad.dtype for grad in grads}
@@ -55,20 +82,6 @@ def _check_kinds(optimizer: str, group: Mapping[str, Any]) -> None:
                 f"{optimizer} does not support {kind} gradients, got one for parameter "
                 f"{param_name(group, i)}; {remedy}"
             )
-
-
-def _surely_finite(grads: Sequence[Tensor], squares: bool = False) -> bool:
-    """True only if every element is finite, waiting once a device and not once a tensor.
-
-    By sums, which no NaN or infinity leaves finite and which read memory at its full speed; a sum
-    of huge finite numbers may overflow, so False only means that one has to look. `squares`: also
-    the sum of squares, which bounds every entry of every Gram matrix.
-    """
-    sums: dict[torch.device, list[Tensor]] = {}
-    for grad in grads:
-        total = _sum_of_squares(grad) if squares else grad.sum(dtype=_wide(grad))
-        sums.setdefault(grad.device, []).append(total.double())
-    return all(bool(torch.stack(several).isfinite().all()) for several in sums.values())
 
 
 def _sum_of_squares(grad: Tensor) -> Tensor:

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from isokron.distributed import local
+from isokron.linalg import sent
 from isokron.optim.blocks import Row
-from isokron.optim.grafting import norms
+from isokron.optim.grafting import norms, sums_by_owner
 from isokron.optim.writing import Update
 
 Layer = tuple[Tensor, int]  # a parameter, and the number of its part
@@ -19,17 +20,16 @@ def clip_by_layer_(updates: Sequence[Update], most: float, divisor: float) -> No
     A layer is a part of a parameter that its blocks were cut from: one of a stack, or of a split.
     """
     numbers: dict[Layer, int] = {}
-    owners, sizes = [], []
-    for update in updates:
-        keys = [(row.param, row.block.part) for row in update.rows]
-        owners += [numbers.setdefault(key, len(numbers)) for key in keys]
-        sizes += [update.direction[0].numel()] * len(keys)
-    owner = torch.tensor(owners)
-    squares = torch.cat([norms(update.direction).cpu() for update in updates]).square()
-    zeros = squares.new_zeros(len(numbers))
-    energy = zeros.index_add(0, owner, squares)
-    size = zeros.index_add(0, owner, torch.tensor(sizes, dtype=zeros.dtype))
-    scale = (most / (energy / size).sqrt().clamp_min(most) / divisor)[owner]
+    keys = [(row.param, row.block.part) for update in updates for row in update.rows]
+    owners = [numbers.setdefault(key, len(numbers)) for key in keys]
+    energy = sums_by_owner([norms(update.direction).square() for update in updates], owners)
+    blocks = [update.direction[0].numel() for update in updates for _ in update.rows]
+    sizes = [0] * len(numbers)
+    for owner, elements in zip(owners, blocks, strict=True):
+        sizes[owner] += elements
+    size = torch.tensor([sizes[owner] for owner in owners], dtype=energy.dtype, device="cpu")
+    mean = energy / sent(size, energy.device)
+    scale = most / mean.sqrt().clamp_min(most) / divisor
     parts = scale.split([len(update.rows) for update in updates])
     for update, part in zip(updates, parts, strict=True):
         direction = update.direction

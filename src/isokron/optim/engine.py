@@ -24,9 +24,10 @@ from isokron.distributed import (
     partial_state,
     ranks_of,
 )
+from isokron.linalg import on_host
 from isokron.optim import checkpoint
 from isokron.optim.blocks import Batch, Block, Row, cut_blocks, is_matrix
-from isokron.optim.checks import check_gradients
+from isokron.optim.checks import check_kinds, check_sums, gradient_sums
 from isokron.optim.clipping import Layer
 from isokron.optim.groups import (
     check_group,
@@ -99,6 +100,12 @@ class Preconditioned(torch.optim.Optimizer):
         """
         return {}
 
+    def first_refresh(
+        self, state: dict[str, Tensor], group: Mapping[str, Any]
+    ) -> dict[str, Tensor]:
+        """`refresh` of rows that still have the operator of `init_state`."""
+        return self.refresh(state, group)
+
     def install(
         self, fresh: dict[str, Tensor], state: dict[str, Tensor], group: Mapping[str, Any]
     ) -> None:
@@ -152,7 +159,9 @@ class Preconditioned(torch.optim.Optimizer):
     @property
     def failed_refreshes(self) -> int:
         """How many refreshes have failed and left their blocks the operators they had."""
-        return self.refresher.failed
+        refresher = self.refresher
+        refresher.note(type(self).__name__, on_host([last.outcome for last in refresher.unread]))
+        return refresher.failed
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group at any time; the batches of the others stay as they are."""
@@ -188,14 +197,17 @@ class Preconditioned(torch.optim.Optimizer):
                 f"{type(self).__name__}: parameters are averages for evaluation; call "
                 "optimizer.train() before the forward pass of a step"
             )
-        unfit = self._sharing.agreed(
-            self.param_groups,
-            lambda: check_gradients(type(self).__name__, self.param_groups, self.squares),
-        )
+        unfit = self._sharing.agreed(self.param_groups, self._check_step)
         if unfit:
             self.skipped_steps += 1
             logger.warning("skipped a step: %s", unfit)
-            return loss
+        else:
+            self.step_checked()
+        return loss
+
+    @torch.no_grad()
+    def step_checked(self) -> None:
+        """A step whose gradients are known to be usable."""
         for group, plan in zip(
             self.param_groups, self._plans.current(self, self._sharing), strict=True
         ):
@@ -207,7 +219,19 @@ class Preconditioned(torch.optim.Optimizer):
                 plan.averages.after_(before, group)
             if any(parted):
                 self._plans.show_(plan, self.state)
-        return loss
+
+    def _check_step(self) -> str | None:
+        """Raise if no step can be made, or say why to skip this one; None: step.
+
+        It reads what the last refreshes have done too: the one time that a step waits for a device.
+        """
+        who, groups, unread = type(self).__name__, self.param_groups, self.refresher.unread
+        check_kinds(who, groups)
+        sums = gradient_sums(groups, self.squares)
+        values = on_host([*sums, *(last.outcome for last in unread)])
+        self.refresher.note(who, values[len(sums) :])
+        self.refresher.raise_error()
+        return check_sums(who, groups, self.squares, values[: len(sums)])
 
     def distribute(
         self,
@@ -314,7 +338,7 @@ class Preconditioned(torch.optim.Optimizer):
                 "torch.distributed.checkpoint"
             )
         self._plans.join()
-        counts = {"skipped_steps": self.skipped_steps, "_failed": self.refresher.failed}
+        counts = {"skipped_steps": self.skipped_steps, "_failed": self.failed_refreshes}
         return {**super().__getstate__(), **counts}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from isokron.linalg import eigh
+from isokron.linalg import eigh, surely_all
 from isokron.operators import KronEigen
 from isokron.optim import thin
 
@@ -47,21 +47,31 @@ def decomposed(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return values.clamp_min(0), basis
 
 
-def refresh_(state: State, made: State, correct: bool) -> bool:
-    """Take new eigenbases; False, and everything as it was, if they could not be found.
+def refresh_(state: State, made: State, correct: bool) -> Tensor:
+    """Take new eigenbases, or keep those there are if they could not be found; whether so. []
 
+    A layer that has none yet gets ones along which it does not move, until `forget_` is called.
     `correct`: Λ is carried over to the new basis as the diagonal of the operator it stands for,
     Λ ← (Q_G'ᵀQ_G)^{⊙2} Λ (Q_AᵀQ_A')^{⊙2}, which keeps its sum. The first Λ is d_G d_Aᵀ.
     """
     for side in SIDES:
         if f"values.{side}" not in made:  # the columns of an embedding are apart from each other
             made[f"values.{side}"] = state[side].clone()
-    if not all(bool(value.sum().isfinite()) for value in made.values()):
-        return False
+    finite = torch.stack([value.sum().isfinite() for value in made.values()]).all()
+    if not surely_all(finite):
+        for key, value in made.items():
+            still = torch.full_like(value, torch.inf if key.startswith("values.") else 0.0)
+            made[key] = torch.where(finite, value, state.get(key, still))
     if correct:
         made["eigenvalues"] = _carried(state, made) if "eigenvalues" in state else _product(made)
     state.update(made)
-    return True
+    return ~finite
+
+
+def forget_(state: State) -> None:
+    """As if there had been no refresh."""
+    for key in [key for key in state if key.startswith(("basis.", "values.", "eigenvalues"))]:
+        del state[key]
 
 
 def ready(state: State) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isokron.linalg import sent
 from isokron.optim.moments import bias
 
 TINY = 1e-100  # only keeps a zero direction from dividing by zero
@@ -40,24 +41,46 @@ def graft(direction: Tensor, length_of: Tensor) -> Tensor:
 
 
 def graft_together(
-    directions: Sequence[Tensor], simple: Sequence[Tensor], owners: Sequence[Tensor]
+    directions: Sequence[Tensor],
+    simple: Sequence[Tensor],
+    owners: Sequence[int],
+    alone: Sequence[Tensor | None],
 ) -> list[Tensor]:
     """As `graft`, with lengths taken over all blocks of a parameter, in whatever batches they are.
 
-    directions, simple: one [B, ...] a batch; owners: one [B] a batch, which parameter a row is of,
-    and −1 for rows that are left out.
+    directions, simple: one [B, ...] a batch. owners: which parameter a row is of, over all batches.
+    alone: rows that are left out and stay as they are, [B] a batch, or None.
     """
-    owner = torch.cat(list(owners))
-    taken = owner >= 0
-    lengths = []
-    for tensors in (directions, simple):
-        squares = torch.cat([norms(tensor).cpu() for tensor in tensors]) ** 2
-        total = torch.zeros(int(owner.max()) + 1, dtype=squares.dtype)
-        lengths.append(total.index_add_(0, owner[taken], squares[taken]).sqrt())
-    ratio = torch.ones(len(owner), dtype=lengths[0].dtype)
-    ratio[taken] = (lengths[1] / (lengths[0] + TINY))[owner[taken]]
+
+    def lengths(tensors: Sequence[Tensor]) -> Tensor:
+        squares = [
+            norms(tensor).square() if out is None else norms(tensor).square().masked_fill(out, 0.0)
+            for tensor, out in zip(tensors, alone, strict=True)
+        ]
+        return sums_by_owner(squares, owners).sqrt()
+
+    ratio = lengths(simple) / (lengths(directions) + TINY)
     parts = ratio.split([len(tensor) for tensor in directions])
-    return [_scaled(tensor, part) for tensor, part in zip(directions, parts, strict=True)]
+    return [
+        _scaled(tensor, part if out is None else torch.where(sent(out, part.device), 1.0, part))
+        for tensor, part, out in zip(directions, parts, alone, strict=True)
+    ]
+
+
+def sums_by_owner(values: Sequence[Tensor], owners: Sequence[int]) -> Tensor:
+    """For every row the sum over all rows with its owner. values: one [B] a batch → [ΣB]
+
+    On the device of the first batch.
+    """
+    device = values[0].device
+    joined = torch.cat([sent(value, device) for value in values])
+    owner = sent(torch.tensor(owners, device="cpu"), device)
+    total = joined.new_zeros(max(owners) + 1)
+    if joined.is_cpu:
+        total.index_add_(0, owner, joined)
+    else:  # which CUDA adds up in a fixed order, unlike index_add_
+        total.index_put_((owner,), joined, accumulate=True)
+    return total[owner]
 
 
 def norms(x: Tensor) -> Tensor:

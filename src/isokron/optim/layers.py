@@ -9,12 +9,14 @@ from torch import Tensor, nn
 
 from isokron.curvature.packing import pack, unpack
 from isokron.curvature.sites import Site
+from isokron.linalg import sent
 from isokron.optim import thin
 from isokron.optim.fisher import (
     State,
     decomposed,
     direction,
     fold_,
+    forget_,
     ready,
     refresh_,
     shapes,
@@ -51,6 +53,8 @@ class Layers:
         self.rows = {site.name: site.layout.shape[1] for site in self.sites}
         self.recorder = Recorder(self.sites)
         self.known: dict[str, State] = {site.name: {} for site in self.sites}
+        self.failed = 0  # refreshes
+        self.unread: dict[tuple[str, bool], Tensor] = {}  # (layer, its first?) → whether it failed
 
     def own(self, site: Site) -> dict[str, Tensor]:
         return {name: self.params[name] for name in site.layout.params.values()}
@@ -85,8 +89,8 @@ class Layers:
         for name, pair in zip(grams, self._decomposed(list(grams.values())), strict=True):
             thin.shorten_(self.known[name], *pair, self.rows[name], name)
 
-    def refresh_(self, due: bool, correct: bool) -> int:
-        """New bases where they are due or there are none; how many could not be found."""
+    def refresh_(self, due: bool, correct: bool) -> None:
+        """New bases where they are due or there are none; whether they were found stays unread."""
         names = [
             name
             for name, state in self.known.items()
@@ -101,10 +105,19 @@ class Layers:
                 made[name] |= thin.basis_of(self.known[name], values, basis, self.rows[name])
             else:
                 made[name] |= {f"values.{side}": values, f"basis.{side}": basis}
-        failed = [name for name in names if not refresh_(self.known[name], made[name], correct)]
-        for name in failed:
-            logger.warning("no eigenbasis of layer %r was found; it keeps what it has", name)
-        return len(failed)
+        for name in names:
+            state, first = self.known[name], not ready(self.known[name])
+            self.unread[name, first] = refresh_(state, made[name], correct)
+
+    def note(self, failed: list[bool]) -> None:
+        """Count and log refreshes that failed, given the values of what was unread."""
+        for (name, first), bad in zip(self.unread, failed, strict=True):
+            if bad:
+                self.failed += 1
+                logger.warning("no eigenbasis of layer %r was found; it keeps what it has", name)
+            if bad and first:
+                forget_(self.known[name])
+        self.unread.clear()
 
     def _decomposed(self, matrices: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
         if self.pooling is None:
@@ -158,8 +171,10 @@ class Layers:
             found = direction(moment, state, group["damping"])
         return Move(site, grad, moment, found)
 
-    def write_(self, move: Move, size: float, decay: float) -> None:
+    def write_(self, move: Move, size: float | Tensor, decay: float) -> None:
         """W ← (1 − decay)W − size·V, where there is a gradient."""
+        if isinstance(size, Tensor):
+            size = sent(size, move.direction.device)
         layout = move.site.layout
         for key, value in unpack(layout, move.direction).items():
             param = self.params[layout.params[key]]
@@ -177,13 +192,15 @@ class Layers:
 
         `whole`: with the rows of all ranks, for which all ranks have to call.
         """
+        entries: dict[Tensor, dict[str, Tensor]] = {}
         for site in self.sites:
             param, prefix = self._home(site)
             if state := self.known[site.name]:
                 if whole and self.pooling is not None and "columns" in state:
                     state = thin.whole(state, site.layout.shape[1], self.pooling.ranks)
                 entry = {prefix + key: value for key, value in state.items()}
-                shown[param] = {**shown.get(param, {}), **entry}
+                entries.setdefault(param, {}).update(entry)
+        shown.update(entries)
 
     def adopt(self, shown: Mapping[Tensor, Any]) -> None:
         """Take what is shown for the layers' own, in memory of their own."""

@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isokron.optim.checks import check_gradients
+from isokron.linalg import on_host
+from isokron.optim.checks import check_kinds, check_sums, gradient_sums
 from isokron.optim.groups import param_name
 from isokron.optim.layers import Layers
-from isokron.optim.observing import check_seen, factor, means
+from isokron.optim.observing import check_seen, factor, layer_sums, means
 from isokron.optim.pooling import Counts, Pooling
 from isokron.optim.rows import Rows
 
@@ -34,8 +35,24 @@ def look(layers: Layers, groups: Groups, scale: float) -> tuple[Seen | None, str
         places, count = sums.pop("places", None), terms[name]
         square = (factor(groups[0]["reduction"], count, count) / scale) ** 2
         seen[name] = means(sums, count, None if places is None else float(places), square / count)
-    unfit = check_gradients(NAME, groups, False) or check_seen(seen, groups[0]["nonfinite"])
-    return seen, unfit
+    return seen, _check(layers, groups, seen)
+
+
+def _check(layers: Layers, groups: Groups, seen: Mapping[str, Mapping[str, Tensor]]) -> str | None:
+    """Raise, or say why to skip the step, for gradients and what layers have shown; None: step.
+
+    It reads what the last refresh has done too: the one time that a step waits for a device.
+    """
+    check_kinds(NAME, groups)
+    sums = gradient_sums(groups, False)
+    shown = layer_sums(seen) if groups[0]["nonfinite"] != "ignore" else []
+    values = on_host([*sums, *shown, *layers.unread.values()])
+    end = len(sums) + len(shown)
+    layers.note([bool(failed) for (failed,) in values[end:]])
+    unfit = check_sums(NAME, groups, False, values[: len(sums)])
+    if unfit is not None or not shown:
+        return unfit
+    return check_seen(seen, values[len(sums) : end], groups[0]["nonfinite"])
 
 
 def _together(
@@ -47,7 +64,7 @@ def _together(
     wrong: Exception | str | None
     try:
         seen = {name: _parts(sums) for name, sums in taken.items()}
-        wrong = check_gradients(NAME, groups, False) or check_seen(seen, group["nonfinite"])
+        wrong = _check(layers, groups, seen)
     except Exception as error:  # the others are to hear of it before it ends this rank
         wrong = error
     places = {name: int(sums.get("places", terms[name])) for name, sums in taken.items()}
@@ -71,7 +88,7 @@ def _together(
     }
     # sums over all ranks, so that all come to one decision; columns are looked at above
     dense = {name: {k: v for k, v in of.items() if k != "columns"} for name, of in found.items()}
-    return found, check_seen(dense, group["nonfinite"])
+    return found, check_seen(dense, on_host(layer_sums(dense)), group["nonfinite"])
 
 
 def _parts(sums: Rows) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from isokron.distributed import TIMEOUT, Ranks, ranks_of
+from isokron.linalg import on_host, sent
 from isokron.optim import checkpoint
 from isokron.optim.adamw import AdamW
 from isokron.optim.groups import check_param, param_name
@@ -79,7 +80,7 @@ class NaturalGradient(torch.optim.Optimizer):
             "steps": 0,
         }
         self.loss_scale = 1.0  # of a GradScaler: gradients of outputs are never unscaled by it
-        self.skipped_steps = self.failed_refreshes = 0
+        self.skipped_steps = 0
         self.ranks: Ranks | None = None
         self.reduce, self._warned = "auto", False
         several = [layers] if isinstance(layers, str) else layers
@@ -123,7 +124,7 @@ class NaturalGradient(torch.optim.Optimizer):
         self.model, self._layers = model, Layers(model, self._patterns, pooling)
         self._closing = weakref.finalize(self, self._layers.recorder.__exit__)
         self._closing.atexit = False
-        self._expected: float | None = None
+        self._expected: float | Tensor | None = None
 
     def _bind(self) -> None:
         """Share groups and state with the AdamW of the rest, and hook what the next step needs."""
@@ -160,6 +161,15 @@ class NaturalGradient(torch.optim.Optimizer):
             )
         super().add_param_group(param_group)
 
+    @property
+    def failed_refreshes(self) -> int:
+        """How many eigendecompositions have failed and left their layers what they had."""
+        layers = self._layers
+        if layers.unread:
+            layers.note([bool(failed) for (failed,) in on_host(list(layers.unread.values()))])
+            layers.show(self.state)
+        return layers.failed
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, and what layers have shown while they were made."""
         super().zero_grad(set_to_none)
@@ -192,7 +202,7 @@ class NaturalGradient(torch.optim.Optimizer):
         self._refresh(group)
         self._move_(group)
         if self._rest is not None:
-            self._rest.step()
+            self._rest.step_checked()
             self.state.update(self._rest.state)
         group["steps"] += 1
         self._layers.show(self.state)
@@ -214,7 +224,7 @@ class NaturalGradient(torch.optim.Optimizer):
         """
         if self._expected is None:
             raise RuntimeError("update_damping needs a step before it; call step() first")
-        group, expected = self.param_groups[0], self._expected
+        group, expected = self.param_groups[0], float(self._expected)
         if (pooling := self._layers.pooling) is not None:
             parts = 1 if group["reduction"] == "sum" else pooling.ranks.size
             before, after = (total / parts for total in pooling.total([before, after]))
@@ -230,22 +240,25 @@ class NaturalGradient(torch.optim.Optimizer):
         """In steps 0, 1, 2, 4, 8, … up to `every`, while little is known, then at its multiples."""
         step, every = group["steps"], group["every"]
         due = step % every == 0 or (step < every and step & (step - 1) == 0)
-        self.failed_refreshes += self._layers.refresh_(due, group["method"] == "ekfac")
+        self._layers.refresh_(due, group["method"] == "ekfac")
 
     def _move_(self, group: Mapping[str, Any]) -> None:
         """All directions, then their common scale, then the step."""
         moves = self._layers.moves(group)
         if not moves:
             return
-        lr = size = float(group["lr"])
+        lr = float(group["lr"])
         slope = _total([(move.direction, move.moment) for move in moves])
         # ⟨V, (F + λI)V⟩ = ⟨V, M̂⟩: what the quadratic model says this step will change
         falls = _total([(move.direction, move.grad) for move in moves])
         if self._layers.pooling is not None:  # on unlike machines they may differ by rounding
-            slope, falls = self._layers.pooling.same([slope, falls])
-        if group["kl_clip"] is not None and lr**2 * slope > group["kl_clip"]:
-            size = (group["kl_clip"] / slope) ** 0.5
-        self._expected = size**2 / 2 * slope - size * falls
+            agreed = self._layers.pooling.same([float(slope), float(falls)])
+            slope, falls = torch.tensor(agreed, dtype=torch.float64).unbind()
+        size = torch.full_like(slope, lr)
+        if group["kl_clip"] is not None:
+            clipped = (group["kl_clip"] / slope).sqrt()
+            size = torch.where(lr**2 * slope > group["kl_clip"], clipped, size)
+        self._expected = size**2 / 2 * slope - size * falls  # read only where damping is adapted
         for move in moves:
             self._layers.write_(move, size, lr * group["weight_decay"])
 
@@ -254,6 +267,7 @@ class NaturalGradient(torch.optim.Optimizer):
 
         It is the same on all ranks and for any number of them. All call it where reduce="gram".
         """
+        _ = self.failed_refreshes  # what failed leaves nothing in the state
         self._layers.show(self.state, whole=True)
         packed = super().state_dict()
         self._layers.show(self.state)
@@ -270,16 +284,23 @@ class NaturalGradient(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # not the ranks, which belong to this process
-        own = ("model", "_patterns", "loss_scale", "skipped_steps", "failed_refreshes")
-        return {**super().__getstate__(), **{key: getattr(self, key) for key in own}}
+        own = {key: getattr(self, key) for key in ("_patterns", "loss_scale", "skipped_steps")}
+        return {
+            **super().__getstate__(),
+            "model": self.model,
+            "_failed": self.failed_refreshes,
+            **own,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Called by unpickling, by copying and by torch's load_state_dict."""
+        failed = state.pop("_failed", 0)
         super().__setstate__(state)
         self.defaults.pop("differentiable", None)  # torch adds it; no group here has a use for it
         if "model" in state:
             self.ranks, self.reduce, self._warned = None, "auto", False
             self._attach(state["model"])
+            self._layers.failed = failed
         checkpoint.unshield(self.state)
         self._layers.recorder.forget()
         self._layers.adopt(self.state)
@@ -287,7 +308,8 @@ class NaturalGradient(torch.optim.Optimizer):
         self._bind()
 
 
-def _total(pairs: list[tuple[Tensor, Tensor]]) -> float:
-    """Σ ⟨X, Y⟩, waiting once for a device."""
+def _total(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Σ ⟨X, Y⟩ in float64, on the device of the first. []"""
     products = [(x * y).sum().double() for x, y in pairs]
-    return float(torch.stack([p.to(products[0].device) for p in products]).sum())
+    device = products[0].device
+    return torch.stack([sent(product, device) for product in products]).sum()

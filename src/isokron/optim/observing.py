@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from math import isfinite
 from typing import Any
 
 import torch
@@ -149,12 +150,22 @@ def means(
     return {**found, **({} if thin is None else {"columns": thin}), "terms": count, "places": used}
 
 
-def check_seen(seen: Mapping[str, Mapping[str, Tensor]], nonfinite: str) -> str | None:
-    """Raise for what is not finite, or say why to skip this step, as for gradients; None: step."""
+def layer_sums(seen: Mapping[str, Mapping[str, Tensor]]) -> list[Tensor]:
+    """A sum for all that each layer has shown: no NaN or infinity leaves it finite. []"""
+    return [
+        torch.stack([value.sum().double() for value in means.values() if value.ndim]).sum()
+        for means in seen.values()
+    ]
+
+
+def check_seen(
+    layers: Iterable[str], sums: Iterable[Sequence[float]], nonfinite: str
+) -> str | None:
+    """Raise for sums that are not finite, or say why to skip this step; None: step."""
     if nonfinite == "ignore":
         return None
-    for name, means in seen.items():
-        if all(bool(value.sum().isfinite()) for value in means.values()):
+    for name, values in zip(layers, sums, strict=True):
+        if all(map(isfinite, values)):
             continue
         wrong = f"inputs or gradients of outputs of layer {name!r} are not finite"
         if nonfinite == "raise":

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from itertools import chain
-from operator import is_
+from operator import is_, or_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,11 +53,20 @@ class Plans:
             for batch in plan.batches:
                 batch.state = full_state(method, batch, group)
                 if group["delay"]:
-                    made = [key for key in batch.state if key.split(".")[0] in method.operator]
-                    batch.coming = {key: batch.state[key].clone() for key in made}
+                    batch.coming = operator_copy(method, batch)
             if loading:
                 checkpoint.check_keys(plan, method.state, group, who)
+            initial = [
+                operator_copy(method, batch)
+                if any(method.state.get(row.param) for row in batch.rows)
+                else {}
+                for batch in plan.batches
+            ]
             checkpoint.adopt(plan, method.state, group, who)
+            for batch, operator in zip(plan.batches, initial, strict=True):
+                for key, value in operator.items():
+                    differs = (value != batch.state[key]).reshape(len(value), -1).any(1).tolist()
+                    batch.refreshed = list(map(or_, batch.refreshed, differs))
             self.made[i : i + 1] = [plan]
             self.show_(plan, method.state)
         return self.made
@@ -85,6 +94,15 @@ def full_state(
     if group["graft"] not in (None, "sgd"):
         state["graft"] = batch.zeros()
     return state if spectral else {**state, **method.init_state(batch, group)}
+
+
+def operator_copy(method: "Preconditioned", batch: Batch) -> dict[str, Tensor]:
+    """What a refresh of the method replaces."""
+    return {
+        key: value.clone()
+        for key, value in batch.state.items()
+        if key.split(".")[0] in method.operator
+    }
 
 
 def together(method: "Preconditioned", group: Mapping[str, Any]) -> str:

@@ -93,6 +93,13 @@ class SOAP(Preconditioned):
         for i in sides_of(state):
             observe_side_(state[f"cov.{i}"], grad, i, _factor_beta(group))
 
+    def first_refresh(
+        self, state: dict[str, Tensor], group: Mapping[str, Any]
+    ) -> dict[str, Tensor]:
+        """By eigh: one iteration that starts from the identity leads nowhere."""
+        bases = {f"basis.{i}": eigenbasis(state[f"cov.{i}"]) for i in sides_of(state)}
+        return {key: known_only(basis, key, state) for key, basis in bases.items()}
+
     def refresh(self, state: dict[str, Tensor], group: Mapping[str, Any]) -> dict[str, Tensor]:
         return {f"basis.{i}": self._refreshed(state, i, group) for i in sides_of(state)}
 
@@ -101,16 +108,9 @@ class SOAP(Preconditioned):
         cov = state[f"cov.{side}"]
         cov = mirror_(cov.to(torch.promote_types(cov.dtype, old.dtype), copy=True))
         old = old.to(cov.dtype)
-        # a basis that was never refreshed is the identity, from which one iteration leads nowhere
-        new = (old.diagonal(dim1=-2, dim2=-1) == 1).all(-1)
-        if group["basis"] == "eigh" or bool(new.all()):
-            basis = eigenbasis(cov)
-        else:
-            basis = follow(cov, old)
-            if bool(new.any()):
-                basis[new] = eigenbasis(cov[new])
+        basis = eigenbasis(cov) if group["basis"] == "eigh" else follow(cov, old)
         if group["tolerance"]:
-            fits = ~new & (offdiagonal(cov, old) <= group["tolerance"])
+            fits = offdiagonal(cov, old) <= group["tolerance"]
             basis = torch.where(fits[:, None, None], old, basis)
         return known_only(basis, f"basis.{side}", state)
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from isokron.linalg import sent
 from isokron.optim.blocks import Batch
 from isokron.optim.cadence import unready
 from isokron.optim.grafting import graft, graft_direction
@@ -60,12 +61,12 @@ def _update(method: "Preconditioned", batch: Batch, group: Mapping[str, Any]) ->
     present = batch.present()
     if not present:
         return unowned(batch)
-    at = None if len(present) == len(batch.rows) else torch.tensor(present)
+    at = None if len(present) == len(batch.rows) else batch.index(present)
     state = batch.select(at)
-    batch.step[slice(None) if at is None else at] += 1
-    step = batch.step if at is None else batch.step[at]
+    batch.step[slice(None) if at is None else present] += 1
+    step = batch.step if at is None else batch.step[present]
     wide = torch.promote_types(batch.dtype, torch.float32)
-    state["step"] = step.to(batch.device, wide).view(-1, *[1] * len(batch.shape))
+    state["step"] = sent(step.to(wide), batch.device).view(-1, *[1] * len(batch.shape))
 
     rows = [batch.rows[i] for i in present]
     grad = batch.gradients(rows)
@@ -90,11 +91,13 @@ def _update(method: "Preconditioned", batch: Batch, group: Mapping[str, Any]) ->
             direction = graft(direction, simple)
         if group["route"] != "spectral":
             # until its first refresh the method knows nothing: the grafted one steps alone
-            turns = [(int(batch.step[row]), batch.phase[row]) for row in present]
-            early = [unready(*turn, group) for turn in turns]
+            early = [
+                unready(int(count), batch.phase[row], group)
+                for row, count in zip(present, step.tolist(), strict=True)
+            ]
             if any(early):
-                alone = torch.tensor(early)
-                where = alone.to(grad.device).view_as(state["step"])
+                alone = sent(torch.tensor(early, device="cpu"), grad.device)
+                where = alone.view_as(state["step"])
                 direction = torch.where(where, simple, direction)
     return Update(batch, at, rows, state, direction, simple, alone)
 

@@ -10,7 +10,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from isokron.linalg import norm_bound, symmetric_product
+from isokron.linalg import norm_bound, surely_all, symmetric_product
 from isokron.operators.factors import along, multiply
 from isokron.white_kron import GOLDEN, GROWTH_LIMIT, SQUARE_LIMIT, uniform
 
@@ -90,7 +90,7 @@ def learned(
     """
     largest = white.abs().flatten(1).amax(1)
     shown = largest > 0
-    usual = bool((shown & (largest <= SQUARE_LIMIT)).all())
+    usual = surely_all(shown & (largest <= SQUARE_LIMIT))
     if not usual:  # so that the squares of whatever is finite are
         white = _times(white, SQUARE_LIMIT / largest.clamp_min(SQUARE_LIMIT))
     white = white if white.ndim == 3 else white.unsqueeze(2)
@@ -123,7 +123,7 @@ def _grown(lipschitz: Tensor, steepness: Tensor) -> Tensor:
 
 def balance_(factors: Sequence[Tensor], due: Tensor) -> None:
     """Scale Ql and Qr, where it is due, so that max|Ql| = max|Qr|; P stays. due: [B]"""
-    if len(factors) != 2 or not bool(due.any()):
+    if len(factors) != 2 or surely_all(~due):
         return
     left, right = (factor.abs().flatten(1).amax(1) for factor in factors)
     known = due & (left > 0) & (right > 0)

@@ -27,7 +27,7 @@ class Update:
     state: dict[str, Tensor]
     direction: Tensor  # [B, ...]
     simple: Tensor | None  # the grafted method's direction
-    alone: Tensor | None  # rows that it steps alone. [B], on the CPU
+    alone: Tensor | None  # rows that it steps alone. [B]
     coming: Arriving | None = None
 
     def finish_(self, group: Mapping[str, Any]) -> None:
@@ -69,13 +69,11 @@ def unowned(batch: Batch) -> Update | None:
 def graft_by_parameter_(updates: Sequence[Update], params: Sequence[Tensor]) -> None:
     """Lengths compared over all blocks of a parameter, in whatever batches they are."""
     number = {param: i for i, param in enumerate(params)}
-    owners = [torch.tensor([number[row.param] for row in update.rows]) for update in updates]
-    owners = [
-        owner if update.alone is None else owner.masked_fill(update.alone, -1)
-        for owner, update in zip(owners, updates, strict=True)
-    ]
+    owners = [number[row.param] for update in updates for row in update.rows]
     simple = [update.simple for update in updates if update.simple is not None]
-    grafted = graft_together([update.direction for update in updates], simple, owners)
+    alone = [update.alone for update in updates]
+    directions = [update.direction for update in updates]
+    grafted = graft_together(directions, simple, owners, alone)
     for update, direction in zip(updates, grafted, strict=True):
         update.direction = direction
 
