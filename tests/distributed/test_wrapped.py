@@ -159,6 +159,31 @@ def test_ranks_that_differ_all_raise_before_anything_changes(what: str, words: s
         assert words in text
 
 
+def failing() -> tuple[str, bool]:
+    """A refresh fails for the rank that owns the block, more often than is tolerated."""
+    weight = nn.Parameter(torch.ones(4, 5))
+    optimizer = isokron.Katie([("weight", weight)], every=1, tolerated=0)
+    optimizer.distribute()
+    gradients = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(0))
+    eigh, before = torch.linalg.eigh, weight.detach().clone()
+    with pytest.MonkeyPatch.context() as patch:
+        for step, gradient in enumerate(gradients):
+            if step == 1:  # only the owner decomposes anything
+                patch.setattr(torch.linalg, "eigh", lambda x, UPLO: eigh(x * torch.nan, UPLO))
+            weight.grad, before = gradient.clone(), weight.detach().clone()
+            try:
+                optimizer.step()
+            except FloatingPointError as error:
+                return str(error), torch.equal(weight, before)
+    return "", False
+
+
+def test_a_refresh_that_fails_too_often_for_its_owner_ends_all_before_anything_changes() -> None:
+    for text, unchanged in run(2, failing):
+        assert "tolerated=0 refreshes in a row failed for parameter 'weight'" in text
+        assert unchanged
+
+
 def skipping() -> tuple[int, float]:
     params = [nn.Parameter(torch.ones(4, 5))]
     optimizer = isokron.Shampoo(params, nonfinite="skip")

@@ -8,27 +8,14 @@ import torch
 from torch import Tensor
 
 from isokron.distributed import local
-from isokron.linalg import on_host
 from isokron.optim.groups import param_name
-
-
-def check_gradients(
-    optimizer: str, groups: Sequence[Mapping[str, Any]], squares: bool
-) -> str | None:
-    """Raise for gradients no step could use, or say why to skip this one; None: step.
-
-    `squares`: gradients that overflow when squared are as bad as infinite ones.
-    """
-    check_kinds(optimizer, groups)
-    sums = gradient_sums(groups, squares)
-    return check_sums(optimizer, groups, squares, on_host(sums))
 
 
 def gradient_sums(groups: Sequence[Mapping[str, Any]], squares: bool) -> list[Tensor]:
     """A sum for every gradient that is to be finite: no NaN or infinity leaves it finite.
 
     Sums read memory at its full speed. `squares`: sums of squares, which bound every entry of every
-    Gram matrix.
+    Gram matrix: gradients that overflow when squared are as bad as infinite ones.
     """
     asking = [group for group in groups if group["nonfinite"] != "ignore"]
     grads = [local(p.grad) for group in asking for p in group["params"] if p.grad is not None]
