@@ -7,6 +7,7 @@ Martens & Grosse 1503.05671, George et al. 1806.03884.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,7 +45,8 @@ def sides(state: State) -> dict[str, Tensor]:
 def decomposed(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues of at least 0 and their vectors; NaN where they could not be found."""
     values, basis = eigh(matrix)
-    return values.clamp_min(0), basis
+    # column-major as LAPACK leaves it, products round otherwise than with what a checkpoint gives
+    return values.clamp_min(0), basis.contiguous()
 
 
 def refresh_(state: State, made: State, correct: bool) -> Tensor:
@@ -103,6 +105,47 @@ def shapes(
     if "columns" in state:
         wanted |= thin.shapes(state, blocks, rows if own is None else own)
     return {key: wanted.get(key, ()) for key in state}
+
+
+def filled(
+    state: State,
+    kind: str,
+    size: tuple[int, int, int],
+    param: Tensor,
+    group: Mapping[str, Any],
+    columns: bool,
+) -> dict[str, Any]:
+    """The state of a layer with zeros for what is not known yet, which `known` undoes.
+
+    `kind`: of its view. `columns`: whether its output side may be kept as these.
+    """
+    keys = ["places", "terms", "step"]
+    keys += ["momentum"] if group["momentum"] > 0 else []
+    keys += ["eigenvalues"] if kind == "diagonal" or group["method"] == "ekfac" else []
+    if kind != "diagonal":
+        keys += [part + side for part in ("", "values.", "basis.") for side in SIDES]
+    absent = {*state, *(thin.OUTPUT if columns else ())}
+    if kind == "index":  # A is diagonal, and needs no basis
+        absent.add("basis.input")
+    form = dict.fromkeys(keys, torch.empty(0))
+    form |= {"input": torch.empty(0, 0)} if kind == "index" else {}
+    wide = torch.promote_types(param.dtype, torch.float32)
+    dtypes = {"places": torch.float64, "terms": torch.float64, "step": torch.float32}
+    zeros = {
+        key: torch.zeros(shape, dtype=dtypes.get(key, wide), device=param.device if shape else None)
+        for key, shape in shapes(form, size).items()
+        if key not in absent
+    }
+    return thin.packed({**zeros, **state}) if columns else {**zeros, **state}
+
+
+def known(state: State) -> State:
+    """Without what is zero because nothing is known of it."""
+    if "terms" in state and not state["terms"]:
+        return {}
+    if "basis.output" in state and not state["basis.output"].any():
+        forget_(state)
+    return state
 
 
 def _product(state: State) -> Tensor:

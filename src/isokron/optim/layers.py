@@ -15,13 +15,16 @@ from isokron.optim.fisher import (
     State,
     decomposed,
     direction,
+    filled,
     fold_,
     forget_,
+    known,
     ready,
     refresh_,
     shapes,
     sides,
 )
+from isokron.optim.modes import mode_of
 from isokron.optim.moments import first_moment_
 from isokron.optim.observing import Recorder, choose_sites
 from isokron.optim.pooling import Pooling
@@ -187,30 +190,50 @@ class Layers:
         first = next(iter(self.own(site).values()))
         return first, f"{site.name.rpartition('.')[2]}." if site.layout.rows else ""
 
-    def show(self, shown: MutableMapping[Tensor, Any], whole: bool = False) -> None:
+    def show(
+        self,
+        shown: MutableMapping[Tensor, Any],
+        whole: bool = False,
+        group: Mapping[str, Any] | None = None,
+    ) -> None:
         """Let this be the optimizer's state: flat keys and plain tensors.
 
-        `whole`: with the rows of all ranks, for which all ranks have to call.
+        `whole`: with the rows of all ranks, for which all ranks have to call. `group`: with every
+        key that its settings give a layer, as torch.distributed.checkpoint has to find them.
         """
-        entries: dict[Tensor, dict[str, Tensor]] = {}
+        entries: dict[Tensor, dict[str, Any]] = {}
         for site in self.sites:
+            state: dict[str, Any] = self.known[site.name]
+            if whole and self.pooling is not None and "columns" in state:
+                state = thin.whole(state, site.layout.shape[1], self.pooling.ranks)
+            if group is not None:
+                state = self._filled(site, state, group)
+            if not state:
+                continue
             param, prefix = self._home(site)
-            if state := self.known[site.name]:
-                if whole and self.pooling is not None and "columns" in state:
-                    state = thin.whole(state, site.layout.shape[1], self.pooling.ranks)
-                entry = {prefix + key: value for key, value in state.items()}
-                entries.setdefault(param, {}).update(entry)
+            entry = {prefix + key: value for key, value in state.items()}
+            entries.setdefault(param, {}).update(entry)
+            for other in self.own(site).values():  # torch looks for an entry of each
+                entries.setdefault(other, {"step": state.get("step", torch.zeros(()))})
         shown.update(entries)
+
+    def _filled(self, site: Site, state: State, group: Mapping[str, Any]) -> dict[str, Any]:
+        kind, reduce = site.view.kind, "auto" if self.pooling is None else self.pooling.reduce
+        wide = mode_of(self.rows[site.name], 0, reduce) == "gram"
+        columns = wide and kind != "diagonal" and group["method"] == "kfac"
+        return filled(state, kind, site.layout.shape, self._home(site)[0], group, columns)
 
     def adopt(self, shown: Mapping[Tensor, Any]) -> None:
         """Take what is shown for the layers' own, in memory of their own."""
         for site in self.sites:
             param, prefix = self._home(site)
-            state = {
-                key.removeprefix(prefix): torch.as_tensor(value).clone()
+            entry = {
+                key.removeprefix(prefix): value
                 for key, value in shown.get(param, {}).items()
                 if key.startswith(prefix)
             }
+            state = {k: torch.as_tensor(v).clone() for k, v in thin.unpacked(entry).items()}
+            state = known(state)
             own = self._own_rows_(site, state) if "columns" in state else None
             for key, shape in shapes(state, site.layout.shape, own).items():
                 if tuple(state[key].shape) != shape:

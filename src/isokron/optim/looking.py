@@ -38,6 +38,16 @@ def look(layers: Layers, groups: Groups, scale: float) -> tuple[Seen | None, str
     return seen, _check(layers, groups, seen)
 
 
+def asks_for_state(layers: Layers, groups: Groups) -> bool:
+    """Whether this is no step, but torch.distributed.checkpoint that has an optimizer make its
+    state: by a step before all others, after no pass, with lr and all gradients 0."""
+    if groups[0]["steps"] or layers.recorder.seen() or any(float(g["lr"]) for g in groups):
+        return False
+    grads = [p.grad for group in groups for p in group["params"] if p.grad is not None]
+    dense = bool(grads) and all(grad.layout is torch.strided for grad in grads)
+    return dense and not any(bool(grad.any()) for grad in grads)
+
+
 def _check(layers: Layers, groups: Groups, seen: Mapping[str, Mapping[str, Tensor]]) -> str | None:
     """Raise, or say why to skip the step, for gradients and what layers have shown; None: step.
 

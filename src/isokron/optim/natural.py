@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isokron.distributed import TIMEOUT, Ranks, ranks_of
+from isokron.distributed import TIMEOUT, Ranks, asked_by_torch, ranks_of
 from isokron.linalg import on_host, sent
 from isokron.optim import checkpoint
 from isokron.optim.adamw import AdamW
 from isokron.optim.groups import check_param, param_name
 from isokron.optim.layers import Layers
-from isokron.optim.looking import look
+from isokron.optim.looking import asks_for_state, look
 from isokron.optim.natural_settings import check_natural, check_reduce, check_whole, warn_of_ranks
 from isokron.optim.pooling import Pooling
 from isokron.optim.settings import SHARED
@@ -179,6 +179,9 @@ class NaturalGradient(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         group = self.param_groups[0]
+        if closure is None and not self.state and asks_for_state(self._layers, self.param_groups):
+            self._make_state()
+            return None
         if group["adapt_damping"] and closure is None:
             raise RuntimeError(
                 "adapt_damping=True needs the loss after the step: pass a closure, or leave it "
@@ -214,6 +217,15 @@ class NaturalGradient(torch.optim.Optimizer):
             self.update_damping(*(float(torch.as_tensor(x).detach()) for x in (loss, after)))
             self._arm()
         return loss
+
+    def _make_state(self) -> None:
+        """State to be loaded into. Training without loading goes on as if it were not there."""
+        self._layers.show(self.state, group=self.param_groups[0])
+        if self._rest is not None:
+            self._rest.step_checked()
+            for entry in self._rest.state.values():
+                entry["step"].zero_()
+            self.state.update(self._rest.state)
 
     def update_damping(self, before: float, after: float, omega: float = 0.95) -> float:
         """Levenberg–Marquardt: λ ← ωλ where the quadratic model has held, λ/ω where it has not.
@@ -268,9 +280,14 @@ class NaturalGradient(torch.optim.Optimizer):
         It is the same on all ranks and for any number of them. All call it where reduce="gram".
         """
         _ = self.failed_refreshes  # what failed leaves nothing in the state
-        self._layers.show(self.state, whole=True)
+        named = asked_by_torch() is not None
+        shown = dict(self.state)
+        self._layers.show(self.state, whole=True, group=self.param_groups[0] if named else None)
         packed = super().state_dict()
-        self._layers.show(self.state)
+        self.state.clear()
+        self.state.update(shown)
+        if named:
+            packed["param_groups"] = checkpoint.spelt(packed)
         packed["state"] = {
             index: {key: v.clone() if key == "step" else v for key, v in entry.items()}
             for index, entry in packed["state"].items()

@@ -84,6 +84,10 @@ class Recorder(Watcher):
         self.terms.clear()
         self.waiting.clear()
 
+    def seen(self) -> bool:
+        """Whether there was any pass since the last step."""
+        return bool(self.sums or self.waiting)
+
     def take(self) -> tuple[dict[str, Rows], dict[str, int]]:
         """The sums of all passes since the last step, layer by layer, and how many terms each has.
 

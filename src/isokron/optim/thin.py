@@ -9,8 +9,10 @@ eigenvectors Q = U B s^(−½), and with A = Q_A d Q_Aᵀ
 of which each rank makes its rows, once QᵀN = Σ Q_[r]ᵀN_[r] is known. Nothing is o×o.
 """
 
+import io
 import logging
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 MOST = 8192  # columns, whose T×T still fits; with more, those that weigh least are left out
 ROWS = ("columns", "basis.output")  # of which a rank has its rows
+OUTPUT = ("output", "values.output", *ROWS)  # what is known of an output side
 EPS = torch.finfo(torch.float64).eps
 
 
@@ -109,6 +112,22 @@ def own_(state: dict[str, Tensor], rows: int, ranks: Ranks) -> int:
         if key in state and state[key].size(1) == rows:
             state[key] = state[key][:, first:last].clone()
     return last - first
+
+
+def packed(state: dict[str, Tensor]) -> dict[str, Any]:
+    """The output side as bytes: torch.distributed.checkpoint reads a tensor only into one of its
+    shape, but an optimizer that has not stepped cannot know how many columns there will be."""
+    buffer = io.BytesIO()
+    torch.save({key: state[key].clone() for key in OUTPUT if key in state}, buffer)
+    return {**{k: v for k, v in state.items() if k not in OUTPUT}, "packed": buffer.getvalue()}
+
+
+def unpacked(state: dict[str, Any]) -> dict[str, Tensor]:
+    """Undo `packed`."""
+    if "packed" not in state:
+        return state
+    side = torch.load(io.BytesIO(state["packed"]), map_location="cpu", weights_only=True)
+    return {**{k: v for k, v in state.items() if k != "packed"}, **side}
 
 
 def shapes(state: dict[str, Tensor], blocks: int, rows: int) -> dict[str, tuple[int, ...]]:
