@@ -313,6 +313,102 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks(reduce: str) -> None:
             )
 
 
+DAMPINGS = [10.0**-n for n in range(2, 11)]
+
+
+def side(rows: int, count: int, decay: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Columns U, A, a gradient in the span of both, and one that is outside of U's."""
+    torch.manual_seed(rows)
+    weights = torch.logspace(0, -decay, count, dtype=torch.float64)
+    columns = (torch.randn(1, rows, count, dtype=torch.float64) * weights).float().double()
+    inputs = torch.randn(40, 9, dtype=torch.float64)
+    inside = columns @ torch.randn(1, count, 40, dtype=torch.float64) @ inputs
+    outside, span = torch.randn_like(inside), torch.linalg.qr(columns).Q
+    for _ in range(2):
+        outside = outside - span @ (span.mT @ outside)
+    return columns, inputs.mT @ inputs / 40, inside / inside.norm(), outside / outside.norm()
+
+
+def inverse(columns: Tensor, covariance: Tensor, inside: Tensor, damping: float) -> Tensor:
+    """(UUᵀ ⊗ A + λI)⁻¹ of what is in the span of U, naively, in float64."""
+    basis, roots, _ = torch.linalg.svd(columns, full_matrices=False)
+    values, right = torch.linalg.eigh(covariance)
+    curvature = roots.square()[:, :, None] * values
+    return basis @ ((basis.mT @ inside @ right) / (curvature + damping)) @ right.mT
+
+
+def applied(rows: int, count: int, decay: float) -> list[tuple[float, float, float]]:
+    """Relative errors in float32 for gradients in the span of U, outside, and both."""
+    ranks = ranks_of(timeout=60)
+    columns, covariance, inside, outside = side(rows, count, decay)
+    first, end = rows * ranks.rank // ranks.size, rows * (ranks.rank + 1) // ranks.size
+    state = {"columns": columns[:, first:end].float()}
+    pair = torch.linalg.eigh(thin.gram_of(state, ranks))
+    state |= thin.basis_of(state, *pair, rows)
+    values, basis = torch.linalg.eigh(covariance.float()[None])
+    state |= {"values.input": values, "basis.input": basis}
+    found = []
+    for damping in DAMPINGS:
+        within, beyond = inverse(columns, covariance, inside, damping), outside / damping
+        errors = []
+        for grad, wanted in ((inside, within), (outside, beyond), (inside + outside, None)):
+            wanted = within + beyond if wanted is None else wanted
+            direction = thin.direction(grad.float(), state, damping, ranks)
+            errors.append(float((direction - wanted).norm() / wanted.norm()))
+        found.append((errors[0], errors[1], errors[2]))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("rows", "count", "decay"), [(60, 12, 0.0), (400, 100, 1.0), (3000, 8, 0)])
+def test_columns_are_inverted_to_float32_precision_at_any_damping(
+    rows: int, count: int, decay: float, ranks: int
+) -> None:
+    for errors in run(ranks, applied, rows, count, decay):
+        assert max(map(max, errors)) < 1e-5  # some 80 units of float32
+
+
+class Wide(nn.Module):
+    """A layer whose output side is kept as columns: 48 wide with 12 examples."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.out = nn.Linear(5, 48)
+        self.to(dtype)
+
+    def step(self, rows: slice, damping: float, **shared: Any) -> Tensor:
+        torch.manual_seed(1)
+        inputs, targets = torch.randn(12, 5)[rows], torch.randn(12, 48)[rows]
+        optimizer = natural(
+            self, lr=1.0, damping=damping, momentum=0.0, kl_clip=None, reduction="sum", **shared
+        )
+        dtype = self.out.weight.dtype
+        before = self.out.weight.detach().clone()
+        (self.out(inputs.to(dtype)) - targets.to(dtype)).square().sum().backward()
+        if dist.is_initialized():
+            for param in self.parameters():
+                assert param.grad is not None
+                dist.all_reduce(param.grad)
+        optimizer.step()
+        return (before - self.out.weight).detach()
+
+
+def wide_steps() -> list[Tensor]:
+    ranks = ranks_of(timeout=60)
+    return [
+        Wide(torch.float32).step(own_rows(), damping, ranks=ranks, reduce="gram")
+        for damping in (1e-2, 1e-5, 1e-8)
+    ]
+
+
+def test_a_layer_kept_as_columns_takes_the_exact_step_at_small_damping() -> None:
+    for rank in run(2, wide_steps):
+        for step, damping in zip(rank, (1e-2, 1e-5, 1e-8), strict=True):
+            wanted = Wide(torch.float64).step(slice(None), damping, ranks=None)
+            assert_same([step.double()], [wanted], 1e-5)
+
+
 def shortened() -> tuple[list[Tensor], int]:
     model = Net()
     optimizer = natural(
@@ -367,10 +463,11 @@ def sent_and_foreseen(reduce: str) -> tuple[int, int, int]:
                 most = [m + blocks * width * 8 * c for m, c in zip(most, counts, strict=True)]
             else:
                 wanted += blocks * bytes_sent(mode, width, counts, 8, ranks.rank)
-        if mode_of(outputs, sum(counts), reduce) == "gram":  # QᵀN of all rows, and rows of V
+        # QᵀN of all rows twice, squares of columns, and rows of V
+        if mode_of(outputs, sum(counts), reduce) == "gram":
             state = optimizer.state[getattr(model, name).weight]
             rank, i = state["basis.output"].size(2), inputs + (name != "out")
-            wanted += 2 * blocks * rank * i * 8 * (size - 1) // size
+            wanted += 2 * blocks * (2 * rank + 2) * i * 8 * (size - 1) // size
             wanted += blocks * -(-outputs // size) * i * 8 * (size - 1)
         if name != "out":  # Σaᵀ and n, of a bias
             wanted += 2 * blocks * (inputs + 1) * 8 * (size - 1) // size

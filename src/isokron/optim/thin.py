@@ -4,9 +4,11 @@ Rank r has the rows U_[r] of all columns, o·T/R numbers. Over the shards of row
 of columns, Gram matrices may be added up: UᵀU = Σ U_[r]ᵀU_[r]. From UᵀU = B s Bᵀ follow G's
 eigenvectors Q = U B s^(−½), and with A = Q_A d Q_Aᵀ
 
-    V = (N/λ − Q [(QᵀN) ⊙ sdᵀ / (λ(sdᵀ + λ))]) Q_Aᵀ,  N = M Q_A
+    V = (Q [(QᵀN) ⊘ (sdᵀ + λ)] + (N − QQᵀN)/λ) Q_Aᵀ,  N = M Q_A
 
-of which each rank makes its rows, once QᵀN = Σ Q_[r]ᵀN_[r] is known. Nothing is o×o.
+of which each rank makes its rows, once QᵀN = Σ Q_[r]ᵀN_[r] is known. Nothing is o×o. Outside the
+span of Q there is no curvature, and 1/λ makes a step even of the rounding of what is inside: there
+a column of N counts only where it is larger than rounding.
 """
 
 import io
@@ -27,6 +29,9 @@ MOST = 8192  # columns, whose T×T still fits; with more, those that weigh least
 ROWS = ("columns", "basis.output")  # of which a rank has its rows
 OUTPUT = ("output", "values.output", *ROWS)  # what is known of an output side
 EPS = torch.finfo(torch.float64).eps
+# A column of N in the span of Q seems to leave it by 1 to 3 units of N's precision, and more where
+# gradients are themselves long sums; what leaves it by less than this is not known to a digit.
+ROUNDING = 16
 
 
 def fold_(state: dict[str, Tensor], columns: Tensor, weight: float) -> None:
@@ -81,16 +86,36 @@ def direction(matrix: Tensor, state: dict[str, Tensor], damping: float, ranks: R
     """V of all rows: each rank's own are made there, and gathered. [B, o, i]"""
     parts = bounds(matrix.size(1), ranks.size)
     own = slice(*parts[ranks.rank])
-    right, left = state.get("basis.input"), state["basis.output"]
+    right = state.get("basis.input")
     turned = matrix[:, own] if right is None else matrix[:, own] @ right  # [B, o/R, i]
-    inner = (left.mT @ turned).contiguous()  # [B, k, i]
-    sum_(ranks, [inner])
-    values = state["values.output"][:, :, None] * state["values.input"][:, None, :]
-    found = turned / damping - left @ (inner * (values / (damping * (values + damping))))
+    found = _inverse(turned, state, damping, ranks)
     found = found if right is None else found @ right.mT
     blocks, _, columns = matrix.shape
     forms = [[((blocks, b - a, columns), found.dtype)] for a, b in parts]
     return torch.cat([of[0] for of in gather(ranks, [found], forms)], 1).to(matrix.device)
+
+
+def _inverse(turned: Tensor, state: dict[str, Tensor], damping: float, ranks: Ranks) -> Tensor:
+    """Q [(QᵀN) ⊘ (sdᵀ + λ)] + (N − QQᵀN)/λ, own rows. N: [B, o/R, i]"""
+    left = state["basis.output"]
+    inner = (left.mT @ turned).contiguous()  # [B, k, i]
+    sum_(ranks, [inner])
+    outer = turned - left @ inner
+    # sums over o terms have left some of the span in it: once more, and nothing is left
+    again = (left.mT @ outer).contiguous()
+    squares = torch.stack([_squares(turned), _squares(outer)])  # [2, B, i]
+    sum_(ranks, [again, squares])
+    size = torch.maximum(squares[0], squares[0].mean(1, keepdim=True))
+    least = (ROUNDING * torch.finfo(turned.dtype).eps) ** 2 * size
+    counts = (squares[1] - _squares(again) > least)[:, None]
+    values = state["values.output"][:, :, None] * state["values.input"][:, None, :]
+    inside = (inner + again) / (values + damping) - torch.where(counts, again / damping, 0.0)
+    return left @ inside + torch.where(counts, outer / damping, 0.0)
+
+
+def _squares(matrix: Tensor) -> Tensor:
+    """|x|² of every column in float64, where squares do not underflow. [B, i]"""
+    return torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float64).square()
 
 
 def whole(state: dict[str, Tensor], rows: int, ranks: Ranks) -> dict[str, Tensor]:
