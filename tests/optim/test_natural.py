@@ -585,21 +585,74 @@ def test_a_layer_whose_first_refresh_fails_stays_where_it_is_until_one_succeeds(
     assert all(value.isfinite().all() for value in optimizer.state[model[0].weight].values())
 
 
-def test_a_scaled_loss_is_unscaled_in_the_statistics() -> None:
+@pytest.mark.parametrize("way", ["step", "clip", "by hand", "disabled"])
+def test_a_scaled_loss_is_unscaled_in_the_statistics(way: str) -> None:
+    model, reference = net(dtype=torch.float32), net(dtype=torch.float32)
+    optimizer, plain = (isokron.NaturalGradient(m, **SETTINGS) for m in (model, reference))
+    scaler = torch.amp.GradScaler("cpu", growth_interval=2, enabled=way != "disabled")
+
+    def clip(module: nn.Module) -> None:
+        nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+
+    for step in range(5):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, step)).backward()
+        if way == "by hand":
+            optimizer.loss_scale = scaler.get_scale()
+        if way == "clip":
+            scaler.unscale_(optimizer)
+            clip(model)
+        scaler.step(optimizer)
+        scaler.update()
+        plain.zero_grad()
+        loss_of(reference, step).backward()
+        if way == "clip":
+            clip(reference)
+        plain.step()
+    assert scaler.get_scale() == (1.0 if way == "disabled" else 65536.0 * 4)
+    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_a_step_that_a_scaler_leaves_out_leaves_no_trace() -> None:
     model, reference = net(dtype=torch.float32), net(dtype=torch.float32)
     optimizer, plain = (isokron.NaturalGradient(m, **SETTINGS) for m in (model, reference))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     scaler.scale(loss_of(model, 5)).backward()
     model[0].weight.grad[0, 0] = torch.inf
-    scaler.step(optimizer)  # leaves it out
-    scaler.update()
-    optimizer.zero_grad()
-    optimizer.loss_scale = scaler.get_scale()
-    scaler.scale(loss_of(model, 0)).backward()
     scaler.step(optimizer)
+    scaler.update()
+    assert equal(model, reference)
+    train(model, optimizer, range(1))  # without the scaler, whose scale is not this step's
     train(reference, plain, range(1))
-    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+    assert equal(model, reference)
+
+
+def test_a_transformer_trains_alike_with_a_scaler_and_without() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 32, "n_positions": 16}
+    config = transformers.GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    words = torch.randint(32, (6, 12), generator=torch.Generator().manual_seed(0))
+    found = []
+    for enabled in (True, False):
+        torch.manual_seed(0)
+        model = transformers.GPT2LMHeadModel(config).train()
+        optimizer = isokron.NaturalGradient(model, lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", enabled=enabled)
+        losses = []
+        for _ in range(6):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(words, labels=words).loss
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            losses.append(loss.item())
+        found.append(losses)
+    assert found[0][-1] < found[0][0]
+    assert found[0] == pytest.approx(found[1], rel=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -1,6 +1,7 @@
 """Natural gradient: steps along the inverse of a Kronecker-factored Fisher of every layer."""
 
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -36,6 +37,8 @@ class NaturalGradient(torch.optim.Optimizer):
     linear layers, convolutions and attention. `adapt_damping`: by the closure's loss after a step.
     `adamw_lr`, `betas`, `eps`: of AdamW, which has all other parameters. See docs/natural.md.
     """
+
+    _scaler_scale: float | None = None  # of the GradScaler that makes this step
 
     def __init__(
         self,
@@ -79,7 +82,7 @@ class NaturalGradient(torch.optim.Optimizer):
             "nonfinite": nonfinite,
             "steps": 0,
         }
-        self.loss_scale = 1.0  # of a GradScaler: gradients of outputs are never unscaled by it
+        self.loss_scale = 1.0  # a factor on the loss that gradients of outputs have, others not
         self.skipped_steps = 0
         self.ranks: Ranks | None = None
         self.reduce, self._warned = "auto", False
@@ -170,10 +173,29 @@ class NaturalGradient(torch.optim.Optimizer):
             layers.show(self.state)
         return layers.failed
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What GradScaler.step asks first; False: it unscales gradients of parameters itself.
+
+        Those of outputs keep its scale, which it tells only optimizers that unscale, and not even
+        these after `unscale_`. So its frame is read.
+        """
+        scaler = sys._getframe(1).f_locals.get("self")
+        if isinstance(scaler, torch.amp.GradScaler):
+            self._scaler_scale = scaler.get_scale()
+        return False
+
+    def _scale(self) -> float:
+        """What gradients of outputs are divided by; a `loss_scale` set by hand is all of it."""
+        scale, self._scaler_scale = self._scaler_scale, None
+        by_hand = float(self.loss_scale)
+        return by_hand if scale is None or by_hand != 1.0 else scale
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, and what layers have shown while they were made."""
         super().zero_grad(set_to_none)
         self._layers.recorder.forget()
+        self._scaler_scale = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -193,7 +215,7 @@ class NaturalGradient(torch.optim.Optimizer):
         if self.ranks is None and not self._warned:
             self._warned = True
             warn_of_ranks()
-        seen, unfit = look(self._layers, self.param_groups, float(self.loss_scale))
+        seen, unfit = look(self._layers, self.param_groups, self._scale())
         if unfit is not None:
             self.skipped_steps += 1
             logger.warning("skipped a step: %s", unfit)
