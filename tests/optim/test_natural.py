@@ -411,6 +411,48 @@ def test_the_rest_is_stepped_by_adamw_under_the_same_schedule() -> None:
     assert equal(model, frozen)
 
 
+@pytest.mark.parametrize("kl_clip", [None, 1e-3])
+def test_each_group_scales_its_learning_rate(kl_clip: float | None) -> None:
+    model, reference = net(), net()
+    shared = {"weight_decay": 0.1, "kl_clip": kl_clip, "damping": 1e-2}
+    optimizer = isokron.NaturalGradient(model, lr=0.4, adamw_lr=0.02, **shared)
+    for group, scale in zip(optimizer.param_groups, (0.25, 2.0), strict=True):
+        group["lr_scale"] = scale
+    plain = isokron.NaturalGradient(reference, lr=0.1, adamw_lr=0.04, **shared)
+    train(model, optimizer, range(3))
+    train(reference, plain, range(3))
+    assert equal(model, reference)
+
+
+@pytest.mark.parametrize("of_groups", [False, True])
+def test_maximize_steps_up_the_loss_as_far_as_down_its_negative(of_groups: bool) -> None:
+    ends = []
+    for sign in (1, -1):
+        model = net()
+        settings = {} if of_groups else {"maximize": sign < 0}
+        optimizer = isokron.NaturalGradient(
+            model, adapt_damping=True, weight_decay=0.1, damping=1e-2, **settings
+        )
+        for group in optimizer.param_groups:
+            group["maximize"] = sign < 0
+
+        def closure(model: nn.Module = model, sign: int = sign) -> Tensor:
+            model.zero_grad()
+            loss = sign * loss_of(model, 0)
+            if torch.is_grad_enabled():
+                loss.backward()
+            return loss
+
+        dampings = []
+        for _ in range(4):
+            optimizer.step(closure)
+            dampings.append(optimizer.param_groups[0]["damping"])
+        ends.append((model, dampings))
+    assert equal(ends[0][0], ends[1][0])
+    assert ends[0][1] == ends[1][1]
+    assert ends[0][1][-1] != 1e-2
+
+
 def test_embeddings_norms_and_attention_are_preconditioned_when_named() -> None:
     class Words(nn.Module):
         def __init__(self) -> None:

@@ -163,6 +163,7 @@ class Layers:
         }
         matrix = pack(site.layout, grads)
         grad = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
+        grad = -grad if group["maximize"] else grad
         state["step"] = state.get("step", torch.zeros(())) + 1
         moment = grad
         if group["momentum"] > 0:

@@ -13,7 +13,7 @@ from isokron.distributed import TIMEOUT, Ranks, asked_by_torch, ranks_of
 from isokron.linalg import on_host, sent
 from isokron.optim import checkpoint
 from isokron.optim.adamw import AdamW
-from isokron.optim.groups import check_param, param_name
+from isokron.optim.groups import check_param, learning_rate, param_name
 from isokron.optim.layers import Layers
 from isokron.optim.looking import asks_for_state, look
 from isokron.optim.natural_settings import check_natural, check_reduce, check_whole, warn_of_ranks
@@ -59,6 +59,7 @@ class NaturalGradient(torch.optim.Optimizer):
         adamw_lr: float | Tensor = 3e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
+        maximize: bool = False,
         nonfinite: str = "raise",
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -79,6 +80,7 @@ class NaturalGradient(torch.optim.Optimizer):
             "adapt_damping": adapt_damping,
             "betas": betas,
             "eps": eps,
+            "maximize": maximize,
             "nonfinite": nonfinite,
             "steps": 0,
         }
@@ -262,7 +264,8 @@ class NaturalGradient(torch.optim.Optimizer):
         if (pooling := self._layers.pooling) is not None:
             parts = 1 if group["reduction"] == "sum" else pooling.ranks.size
             before, after = (total / parts for total in pooling.total([before, after]))
-        ratio = (after - before) / expected if expected < 0 else 0.5
+        change = before - after if group["maximize"] else after - before
+        ratio = change / expected if expected < 0 else 0.5
         if not ratio >= 0.25:  # NaN too: the loss has left the numbers
             group["damping"] /= omega
         elif ratio > 0.75:
@@ -281,7 +284,7 @@ class NaturalGradient(torch.optim.Optimizer):
         moves = self._layers.moves(group)
         if not moves:
             return
-        lr = float(group["lr"])
+        lr = float(learning_rate(group))
         slope = _total([(move.direction, move.moment) for move in moves])
         # ⟨V, (F + λI)V⟩ = ⟨V, M̂⟩: what the quadratic model says this step will change
         falls = _total([(move.direction, move.grad) for move in moves])
