@@ -219,9 +219,9 @@ class Layers:
         shown.update(entries)
 
     def _filled(self, site: Site, state: State, group: Mapping[str, Any]) -> dict[str, Any]:
-        kind, reduce = site.view.kind, "auto" if self.pooling is None else self.pooling.reduce
-        wide = mode_of(self.rows[site.name], 0, reduce) == "gram"
-        columns = wide and kind != "diagonal" and group["method"] == "kfac"
+        kind, columns = site.view.kind, False
+        if self.pooling is not None and kind != "diagonal" and group["method"] == "kfac":
+            columns = mode_of(self.rows[site.name], 0, self.pooling.reduce) == "gram"
         return filled(state, kind, site.layout.shape, self._home(site)[0], group, columns)
 
     def adopt(self, shown: Mapping[Tensor, Any]) -> None:

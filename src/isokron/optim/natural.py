@@ -1,7 +1,6 @@
 """Natural gradient: steps along the inverse of a Kronecker-factored Fisher of every layer."""
 
 import logging
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -13,19 +12,19 @@ from isokron.distributed import TIMEOUT, Ranks, asked_by_torch, ranks_of
 from isokron.linalg import on_host, sent
 from isokron.optim import checkpoint
 from isokron.optim.adamw import AdamW
+from isokron.optim.damping import adapted
 from isokron.optim.groups import check_param, learning_rate, param_name
 from isokron.optim.layers import Layers
 from isokron.optim.looking import asks_for_state, look
+from isokron.optim.loss_scale import ScaledLoss
 from isokron.optim.natural_settings import check_natural, check_reduce, check_whole, warn_of_ranks
 from isokron.optim.pooling import Pooling
 from isokron.optim.settings import SHARED
 
 logger = logging.getLogger(__name__)
 
-LEAST_DAMPING, MOST_DAMPING = 1e-10, 1e4  # between which it is adapted
 
-
-class NaturalGradient(torch.optim.Optimizer):
+class NaturalGradient(ScaledLoss, torch.optim.Optimizer):
     """W ← W − lr·ν·V, V = (F + λI)⁻¹M̂, F ≈ G ⊗ A layer by layer, M̂ the mean of gradients.
 
     It takes the model, since A and G are made of what layers see in passes that are made anyway.
@@ -37,8 +36,6 @@ class NaturalGradient(torch.optim.Optimizer):
     linear layers, convolutions and attention. `adapt_damping`: by the closure's loss after a step.
     `adamw_lr`, `betas`, `eps`: of AdamW, which has all other parameters. See docs/natural.md.
     """
-
-    _scaler_scale: float | None = None  # of the GradScaler that makes this step
 
     def __init__(
         self,
@@ -84,7 +81,6 @@ class NaturalGradient(torch.optim.Optimizer):
             "nonfinite": nonfinite,
             "steps": 0,
         }
-        self.loss_scale = 1.0  # a factor on the loss that gradients of outputs have, others not
         self.skipped_steps = 0
         self.ranks: Ranks | None = None
         self.reduce, self._warned = "auto", False
@@ -175,24 +171,6 @@ class NaturalGradient(torch.optim.Optimizer):
             layers.show(self.state)
         return layers.failed
 
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """What GradScaler.step asks first; False: it unscales gradients of parameters itself.
-
-        Those of outputs keep its scale, which it tells only optimizers that unscale, and not even
-        these after `unscale_`. So its frame is read.
-        """
-        scaler = sys._getframe(1).f_locals.get("self")
-        if isinstance(scaler, torch.amp.GradScaler):
-            self._scaler_scale = scaler.get_scale()
-        return False
-
-    def _scale(self) -> float:
-        """What gradients of outputs are divided by; a `loss_scale` set by hand is all of it."""
-        scale, self._scaler_scale = self._scaler_scale, None
-        by_hand = float(self.loss_scale)
-        return by_hand if scale is None or by_hand != 1.0 else scale
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, and what layers have shown while they were made."""
         super().zero_grad(set_to_none)
@@ -201,8 +179,7 @@ class NaturalGradient(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        group = self.param_groups[0]
+        loss, group = None, self.param_groups[0]
         if closure is None and not self.state and asks_for_state(self._layers, self.param_groups):
             self._make_state()
             return None
@@ -217,7 +194,7 @@ class NaturalGradient(torch.optim.Optimizer):
         if self.ranks is None and not self._warned:
             self._warned = True
             warn_of_ranks()
-        seen, unfit = look(self._layers, self.param_groups, self._scale())
+        seen, unfit = look(self._layers, self.param_groups, self.taken_scale())
         if unfit is not None:
             self.skipped_steps += 1
             logger.warning("skipped a step: %s", unfit)
@@ -265,12 +242,7 @@ class NaturalGradient(torch.optim.Optimizer):
             parts = 1 if group["reduction"] == "sum" else pooling.ranks.size
             before, after = (total / parts for total in pooling.total([before, after]))
         change = before - after if group["maximize"] else after - before
-        ratio = change / expected if expected < 0 else 0.5
-        if not ratio >= 0.25:  # NaN too: the loss has left the numbers
-            group["damping"] /= omega
-        elif ratio > 0.75:
-            group["damping"] *= omega
-        group["damping"] = min(max(group["damping"], LEAST_DAMPING), MOST_DAMPING)
+        group["damping"] = adapted(group["damping"], change, expected, omega)
         return group["damping"]
 
     def _refresh(self, group: Mapping[str, Any]) -> None:

@@ -143,7 +143,7 @@ def packed(state: dict[str, Tensor]) -> dict[str, Any]:
     """The output side as bytes: torch.distributed.checkpoint reads a tensor only into one of its
     shape, but an optimizer that has not stepped cannot know how many columns there will be."""
     buffer = io.BytesIO()
-    torch.save({key: state[key].clone() for key in OUTPUT if key in state}, buffer)
+    torch.save({key: state[key] for key in OUTPUT if key in state}, buffer)
     return {**{k: v for k, v in state.items() if k not in OUTPUT}, "packed": buffer.getvalue()}
 
 
