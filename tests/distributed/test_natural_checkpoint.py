@@ -113,7 +113,9 @@ def test_one_process_resumes_to_the_bit(
     resume(str(tmp_path / "checkpoint"), "auto", options, settings)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(
+    "options", [*OPTIONS, {"full_state_dict": True, "broadcast_from_rank0": True}]
+)
 def test_two_ranks_resume_to_the_bit(options: dict[str, bool], tmp_path: Path) -> None:
     run(2, resume, str(tmp_path / "checkpoint"), "auto", options, {})
 
