@@ -41,7 +41,7 @@ def write_atomically(path: Path, parts: Iterable[bytes | memoryview]) -> None:
         else:
             _flush_folder(path.parent)
     except OSError as error:
-        raise OSError(_explained(path, error)) from None
+        raise _explained(path, error) from None
 
 
 def clear_beside(path: Path) -> None:
@@ -100,7 +100,8 @@ def _flush_folder(folder: Path) -> None:
         os.close(number)
 
 
-def _explained(path: Path, error: OSError) -> str:
+def _explained(path: Path, error: OSError) -> OSError:
+    """The same error, of the same number and so of the same class, with what to do about it."""
     remedy = "make its folder writable, or choose another"
     if error.errno in FULL:
         free = shutil.disk_usage(path.parent).free / 1e6
@@ -108,4 +109,5 @@ def _explained(path: Path, error: OSError) -> str:
             f"{free:,.1f} MB are free there; free some space, or raise the limit, and run the same "
             "command again: what is finished stays"
         )
-    return f"could not write {str(path)!r}: {error.strerror or error}; {remedy}"
+    explained = f"could not write {str(path)!r}: {error.strerror or error}; {remedy}"
+    return OSError(explained) if error.errno is None else OSError(error.errno, explained)

@@ -1,5 +1,6 @@
 """Killed at any moment, on a full disk, by many at once: the same command, the same bytes."""
 
+import errno
 import os
 import random
 import resource
@@ -178,7 +179,10 @@ def test_a_full_disk_is_one_clear_line_and_finished_shards_stay(tmp_path: Path) 
 
     assert ended(started(limited)) == 1
     message = said.read_text()
-    assert message.startswith(f"could not write '{folder}/shard-00001.safetensors': File too large")
+    path = folder / "shard-00001.safetensors"
+    assert message.startswith(
+        f"[Errno {errno.EFBIG}] could not write {str(path)!r}: File too large; "
+    )
     assert "MB are free there; free some space" in message
     assert "run the same command again" in message
     assert "\n" not in message
@@ -197,5 +201,7 @@ def test_a_file_in_the_place_of_the_folder_is_told(tmp_path: Path) -> None:
 
 def test_what_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / ".plan.json.tmp").mkdir()
-    with pytest.raises(OSError, match=r"could not write '.*/plan.json': Is a directory; make its"):
+    wrong = r"could not write '.*/plan.json': Is a directory; make its"
+    with pytest.raises(IsADirectoryError, match=wrong) as caught:
         StoreWriter.open(tmp_path, **PLAN)
+    assert caught.value.errno == errno.EISDIR

@@ -42,17 +42,32 @@ def test_the_cost_of_a_polar_factor_is_what_its_products_count() -> None:
     group = optimizer.param_groups[0]
     with FlopCounterMode(display=False) as counted:
         optimizer.direction(torch.empty(1, 300, 512, device="meta"), {}, group)
-    assert refresh_cost((300, 512), group) == counted.get_total_flops()
-    assert refresh_cost((512, 300), group) == refresh_cost((300, 512), group)
+    work = optimizer.work(group)
+    assert refresh_cost((300, 512), group, work) == counted.get_total_flops()
+    assert refresh_cost((512, 300), group, work) == refresh_cost((300, 512), group, work)
 
 
 def test_diagonal_factors_cost_no_cubes() -> None:
     param = torch.nn.Parameter(torch.empty(4, 4, device="meta"))
-    group = isokron.Quad([param], max_size_dense=1000).param_groups[0]
-    assert refresh_cost((256, 256), group) == 10 * 2 * 256**3
-    assert refresh_cost((256, 2000), group) == 10 * 256**3
-    assert refresh_cost((2000,), group) == 0
-    assert block_cost((2000,), group) == 2 * 2000
+    optimizer = isokron.Quad([param], max_size_dense=1000)
+    group = optimizer.param_groups[0]
+    work = optimizer.work(group)
+    assert refresh_cost((256, 256), group, work) == 10 * 2 * 256**3
+    assert refresh_cost((256, 2000), group, work) == 10 * 256**3
+    assert refresh_cost((2000,), group, work) == 0
+    assert block_cost((2000,), group, work) == 2 * 2000
+
+
+def test_a_key_that_is_called_steps_makes_no_method_a_polar_one() -> None:
+    params = [torch.nn.Parameter(torch.empty(8, 32, device="meta"))]
+    optimizer = isokron.SOAP([{"params": params, "steps": 3}])
+    group = optimizer.param_groups[0]
+    assert optimizer.work(group) == "eigen"
+    assert refresh_cost((8, 32), group, optimizer.work(group)) == 10 * (8**3 + 32**3)
+    spectral = isokron.SOAP(params, route="spectral")
+    group, plain = spectral.param_groups[0], isokron.Muon(params)
+    muon = refresh_cost((8, 32), plain.param_groups[0], plain.work(plain.param_groups[0]))
+    assert refresh_cost((8, 32), group, spectral.work(group)) == muon
 
 
 def test_what_is_padded() -> None:

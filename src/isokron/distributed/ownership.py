@@ -10,47 +10,41 @@ import numpy as np
 
 # Flops of one refresh, in d³ of a factor: an eigendecomposition is about so many products.
 REFRESH = 10.0
+# Newton–Schulz steps of route="spectral"
+SPECTRAL_STEPS = 5
 # From so many equal blocks or ranks on it pays to serve all ranks that are next at once.
 MANY = 64
 
 
-def block_cost(shape: Sequence[int], group: Mapping[str, Any]) -> float:
+def block_cost(shape: Sequence[int], group: Mapping[str, Any], work: str = "eigen") -> float:
     """Flops of a step on a block: applying a factor a dimension, and refreshing it now and then.
 
-    2·numel·(1 + Σdᵢ) + refresh/every, over dimensions that have a factor.
+    2·numel·(1 + Σdᵢ) + refresh/every, over dimensions that have a factor. `work`: how directions
+    are found: "eigen" decomposes factors, "products" learns them by products (Quad, Skew), "polar"
+    takes a polar factor (Muon).
     """
-    apply = 2.0 * prod(shape) * (1 + sum(_factored(shape, group)))
-    return apply + refresh_cost(shape, group) / group["every"]
+    apply = 2.0 * prod(shape) * (1 + sum(_factored(shape, group, work)))
+    return apply + refresh_cost(shape, group, work) / group["every"]
 
 
-def refresh_cost(shape: Sequence[int], group: Mapping[str, Any]) -> float:
+def refresh_cost(shape: Sequence[int], group: Mapping[str, Any], work: str = "eigen") -> float:
     """Flops of one refresh: 10·Σdᵢ³ over dimensions that have a factor.
 
     Where the direction is a polar factor, found anew in each of its steps: steps·(4m²n + 2m³).
     """
-    if is_polar(group):
+    if work == "polar":
         short, long = sorted([*shape, 1, 1])[-2:]
-        return group.get("steps", 5) * (4.0 * short**2 * long + 2.0 * short**3)
-    return REFRESH * sum(size**3 for size in _factored(shape, group))
+        steps = SPECTRAL_STEPS if group["route"] == "spectral" else group["steps"]
+        return steps * (4.0 * short**2 * long + 2.0 * short**3)
+    return REFRESH * sum(size**3 for size in _factored(shape, group, work))
 
 
-def _factored(shape: Sequence[int], group: Mapping[str, Any]) -> list[float]:
-    """The dimensions that have a square factor, as far as a group's settings tell."""
-    dense = group.get("max_size_dense")  # of Quad and Skew, whose other factors are diagonal
-    if is_polar(group) or (dense is not None and len(shape) < 2):
+def _factored(shape: Sequence[int], group: Mapping[str, Any], work: str) -> list[float]:
+    """The dimensions that have a square factor."""
+    if work == "polar" or (work == "products" and len(shape) < 2):
         return []
-    longest = group["max_dim"] or dense or max(shape, default=1)
-    return [float(size) for size in shape if size <= longest]
-
-
-def decomposes(group: Mapping[str, Any]) -> bool:
-    """Whether a refresh decomposes matrices, and does not only multiply them."""
-    return not is_polar(group) and "max_size_dense" not in group
-
-
-def is_polar(group: Mapping[str, Any]) -> bool:
-    """Whether directions are polar factors: Muon's, which alone counts its `steps`, do."""
-    return group["route"] == "spectral" or "steps" in group
+    longest = group["max_size_dense"] if work == "products" else group["max_dim"]
+    return [float(size) for size in shape if longest is None or size <= longest]
 
 
 def assign(costs: Sequence[float], together: Sequence[Hashable], loads: list[float]) -> list[int]:

@@ -66,6 +66,7 @@ class Preconditioned(torch.optim.Optimizer):
     # gradient, and the engine keeps a moment only for grafting
     keeps_moment: ClassVar[bool] = False
     squares: ClassVar[bool] = False  # True: statistics hold squares, which must not overflow
+    refresh_work: ClassVar[str] = "eigen"  # or "products", "polar": see `block_cost`
     # True: directions are found for all batches before any is written, and `settle_` sees them
     settles: ClassVar[bool] = False
 
@@ -149,6 +150,10 @@ class Preconditioned(torch.optim.Optimizer):
 
     def check(self, group: Mapping[str, Any]) -> None:
         """Raise a ValueError for settings of the method's own that cannot be right."""
+
+    def work(self, group: Mapping[str, Any]) -> str:
+        """How the directions of a group are found: "eigen", "products" or "polar"."""
+        return "polar" if group["route"] == "spectral" else self.refresh_work
 
     def refreshes(self) -> bool:
         """Whether there is anything to refresh."""

@@ -22,6 +22,7 @@ class Muon(Preconditioned):
     """
 
     order = 2
+    refresh_work = "polar"
     debias = False  # the polar factor does not depend on the moment's scale
 
     def __init__(

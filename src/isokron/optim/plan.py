@@ -100,12 +100,14 @@ def build_plan(
     sharing: Sharing | None = None,
     before: Loads | None = None,
     together: str = "block",
+    work: str = "eigen",
 ) -> Plan:
     """Batches of equal blocks of what the method takes, lists for AdamW of the rest.
 
     `shaping`: settings of the method's own on which the form of its state depends. `least`: the
     least precision its state may have. `before`: what ranks have to do for other groups.
-    `together`: what has one owner: a "block", the blocks of a "part" or of a "parameter".
+    `together`: what has one owner: a "block", the blocks of a "part" or of a "parameter". `work`:
+    as of `block_cost`, by which owners are chosen.
     """
     sharing = sharing or Sharing()
     rows: dict[tuple[Any, ...], list[Row]] = {}
@@ -145,7 +147,7 @@ def build_plan(
         take_turns_(batches, group)
     loads = {ranks: list(load) for ranks, load in (before or {}).items()}
     if places:
-        batches = _divided(batches, places, group, sharing, loads, together)
+        batches = _divided(batches, places, group, sharing, loads, together, work)
     stepped = [p for p in group["params"] if p.numel() and all(p is not q for q in idle)]
     averages = Averages(stepped, group) if group["average"] else None
     made_for = layout(group, shaping)
@@ -159,6 +161,7 @@ def _divided(
     sharing: Sharing,
     loads: Loads,
     together: str,
+    work: str,
 ) -> list[Batch]:
     """The same batches, each with the rows that this process owns; `loads` grow in place."""
     shared = [batch for batch in batches if batch.rows[0].param in places]
@@ -172,7 +175,7 @@ def _divided(
             "part": [(number[row.param], row.block.part) for row in rows],
             "parameter": [number[row.param] for row in rows],
         }
-        costs = [block_cost(row.block.shape, group) for row in rows]
+        costs = [block_cost(row.block.shape, group, work) for row in rows]
         load = loads.setdefault(ranks, [0.0] * ranks.size)
         found = _owners(rows, keys[together], costs, ranks, sharing, load)
         owners.update(zip(blocks, found, strict=True))

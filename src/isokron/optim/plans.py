@@ -49,6 +49,7 @@ class Plans:
                 sharing,
                 self.made[i - 1].loads if i else None,
                 together(method, group),
+                method.work(group),
             )
             for batch in plan.batches:
                 batch.state = full_state(method, batch, group)

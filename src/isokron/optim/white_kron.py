@@ -56,6 +56,7 @@ class WhiteKron(Preconditioned):
 
     keeps_moment = True
     settles = True
+    refresh_work = "products"
     operator = ("factor", "lipschitz")
     shaping = ("dtype", "block_size", "max_size_dense")
     symmetric: ClassVar[bool]  # whether Q stays so

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from isokron.distributed import assign, block_cost
 from isokron.distributed.agreement import AGREEMENT
-from isokron.distributed.ownership import decomposes, is_polar, refresh_cost
+from isokron.distributed.ownership import refresh_cost
 from isokron.distributed.traffic import (
     padded_part,
     padded_rows,
@@ -55,14 +55,14 @@ def load_of(optimizer: Preconditioned, layout: Layout) -> Load:
     """Of an optimizer over parameters of which only shapes are looked at, all having gradients."""
     state, sent, blocks = np.zeros((3, layout.size), dtype=np.int64)
     load = Load(state, sent, blocks, *np.zeros((2, layout.size)))
-    work = [0.0] * layout.size  # of the groups before, which owners are chosen by
+    owned = [0.0] * layout.size  # of the groups before, which owners are chosen by
     if layout.shared:
         load.sent[:] += sent_by_reduce(AGREEMENT, layout.size)
     for group in optimizer.param_groups:
         params = [p for p in group["params"] if p.numel() and p.requires_grad]
         method = [p for p in params if optimizer.takes(p, group)]
         taken = set(method)
-        _add_method(load, optimizer, group, method, layout, work)
+        _add_method(load, optimizer, group, method, layout, owned)
         _add_adamw(load, group, [p for p in params if p not in taken], layout)
         if group["average"]:
             _add_averages(load, group, params, layout)
@@ -75,14 +75,15 @@ def _add_method(
     group: Mapping[str, Any],
     params: Sequence[Tensor],
     layout: Layout,
-    work: list[float],
+    owned: list[float],
 ) -> None:
     piles = make_piles(optimizer, group, params, layout)
     if not piles:
         return
-    costs = np.concatenate([np.full(len(p), block_cost(p.shape, group)) for p in piles])
+    work = optimizer.work(group)
+    costs = np.concatenate([np.full(len(p), block_cost(p.shape, group, work)) for p in piles])
     keys = keys_of(piles, together(optimizer, group)).tolist()
-    owners = np.array(assign(costs.tolist(), keys, work))
+    owners = np.array(assign(costs.tolist(), keys, owned))
     start = 0
     for pile in piles:
         own = owners[start : start + len(pile)]
@@ -91,9 +92,9 @@ def _add_method(
         batch = _one_row(optimizer, group, pile)
         load.state[:] += count * _bytes(_row_state(optimizer, batch, group))
         load.blocks[:] += count
-        if is_polar(group) or optimizer.refreshes():
-            flops = load.decompositions if decomposes(group) else load.products
-            flops[:] += count * refresh_cost(pile.shape, group) / group["every"]
+        if work == "polar" or optimizer.refreshes():
+            flops = load.decompositions if work == "eigen" else load.products
+            flops[:] += count * refresh_cost(pile.shape, group, work) / group["every"]
         if layout.shared:
             load.sent[:] += _sent(pile, own, batch.dtype, group, layout)
     cut = [pile.layers() for pile in piles if pile.sharded]
