@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 import torch
+from torch.optim._muon import _zeropower_via_newtonschulz
 
 from isokron.linalg import gram, newton_schulz
 from isokron.linalg.polar import quickest
@@ -83,21 +84,37 @@ def test_in_float32_eigh_is_closer_to_the_polar_factor_than_five_steps(
     assert torch.linalg.matrix_norm(newton_schulz(matrix, method="eigh"), 2) < 1.2
 
 
-@pytest.mark.parametrize("shape", [(8, 8), (7, 19), (19, 7), (3, 6, 10)])
-def test_reference_is_the_published_loop_to_the_bit(shape: tuple[int, ...]) -> None:
-    matrix = torch.randn(shape)
+def published(matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The loop of K. Jordan's Muon; * and @ bind alike, so that c * A @ A is (cA)A."""
     a, b, c = CLASSIC
-    x = matrix.bfloat16()
-    if x.size(-2) > x.size(-1):
-        x = x.mT
+    tall = matrix.size(-2) > matrix.size(-1)
+    x = matrix.to(dtype).mT if tall else matrix.to(dtype)
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(5):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    if matrix.size(-2) > matrix.size(-1):
-        x = x.mT
-    assert torch.equal(newton_schulz(matrix, method="reference"), x.float())
-    assert torch.equal(newton_schulz(matrix.bfloat16(), method="reference"), x)
+    return x.mT if tall else x
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (7, 19), (19, 7), (3, 6, 10), (96, 130)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_reference_is_the_published_loop_to_the_bit(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    matrix = torch.randn(shape)
+    expected = published(matrix, dtype)
+    assert torch.equal(newton_schulz(matrix, method="reference", dtype=dtype), expected.float())
+    if dtype is torch.bfloat16:
+        assert torch.equal(newton_schulz(matrix, method="reference"), expected.float())
+        assert torch.equal(newton_schulz(matrix.bfloat16(), method="reference"), expected)
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (7, 19), (19, 7), (96, 130), (256, 100)])
+def test_plain_in_bfloat16_is_torchs_muon_to_the_bit(shape: tuple[int, ...]) -> None:
+    matrix = torch.randn(shape)
+    expected = _zeropower_via_newtonschulz(matrix, CLASSIC, 5, 1e-7)
+    found = newton_schulz(matrix, method="plain", dtype=torch.bfloat16)
+    assert torch.equal(found, expected.float())
 
 
 def remez(low: float, high: float) -> Coefficients:

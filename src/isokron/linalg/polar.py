@@ -36,8 +36,9 @@ def newton_schulz(
     where half-precision products are many times slower.
     `method`: how it is computed. "plain" is the formula; "symmetric" computes half of A and of A²;
     "gram" iterates on A alone and multiplies X once; "eigh" is the exact polar factor, whatever
-    the steps; "auto" takes the one measured to be quickest (`quickest`). "reference" is the plain
-    loop in bfloat16 as Muon was published, to the bit. No gradient flows through any of them.
+    the steps; "auto" takes the one measured to be quickest (`quickest`). "reference" is the loop
+    as Muon was published, to the bit, by default in bfloat16; "plain" in bfloat16 is that of
+    torch.optim.Muon. No gradient flows through any of them.
     """
     if matrix.ndim < 2:
         raise ValueError(
@@ -53,7 +54,8 @@ def newton_schulz(
         return matrix.clone()
     wide = torch.promote_types(matrix.dtype, torch.float32)
     if dtype is None:
-        dtype = wide if matrix.device.type == "cpu" else torch.bfloat16
+        half = method == "reference" or matrix.device.type != "cpu"
+        dtype = torch.bfloat16 if half else wide
     tall = matrix.size(-2) > matrix.size(-1)
     stack = matrix.mT if tall else matrix  # A = XXᵀ is then on the short side
     stack = stack.reshape(-1, *stack.shape[-2:])
@@ -105,7 +107,7 @@ def _polar(
     eps: float,
 ) -> Tensor:
     if method == "reference":
-        return _reference(chunk, triples, eps)
+        return _reference(chunk.to(dtype), triples, eps)
     x = _scaled(chunk.to(wide))
     if method == "eigh":
         return _exact(x)
@@ -115,11 +117,14 @@ def _polar(
 
 
 def _plain(x: Tensor, triples: list[Coefficients]) -> Tensor:
+    # a single matrix by the very products of torch.optim.Muon
+    alone = len(x) == 1
+    x, multiply = (x[0], torch.addmm) if alone else (x, torch.baddbmm)
     for a, b, c in triples:
         gram = x @ x.mT
-        gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, gram, x, beta=a)
-    return x
+        gram = multiply(gram, gram, gram, beta=b, alpha=c)
+        x = multiply(x, gram, x, beta=a)
+    return x[None] if alone else x
 
 
 def _symmetric(x: Tensor, triples: list[Coefficients]) -> Tensor:
@@ -164,13 +169,15 @@ def _exact(x: Tensor) -> Tensor:
     return symmetric_product(vectors * inverse, vectors.mT) @ x
 
 
-def _reference(chunk: Tensor, triples: list[Coefficients], eps: float) -> Tensor:
-    x = chunk.bfloat16()
+def _reference(x: Tensor, triples: list[Coefficients], eps: float) -> Tensor:
+    """B = b·A + (c·A)A, X ← a·X + BX: every product and sum rounded where K. Jordan's code does."""
+    alone = len(x) == 1
+    x = x[0] if alone else x
     x = x / (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) + eps)
     for a, b, c in triples:
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return x
+    return x[None] if alone else x
 
 
 _ITERATIONS = {"plain": _plain, "symmetric": _symmetric, "gram": _gram_space}
