@@ -58,9 +58,22 @@ def matrix(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class Naive:
-    """One leaf. `grads` one by one into `direction`, which has a clip of its own for each layer."""
+    """One leaf. `grads` one by one into `direction`, which has a clip of its own for each layer.
 
-    def __init__(self, shape, scanned, skew, probes, block=16, largest=32, clip_together=False):
+    `normalize`: the momentum is divided by its norm, by layer, after its bias is taken off."""
+
+    def __init__(
+        self,
+        shape,
+        scanned,
+        skew,
+        probes,
+        block=16,
+        largest=32,
+        clip_together=False,
+        normalize=False,
+    ):
+        self.normalize = normalize
         self.layers, self.inner = (shape[0], shape[1:]) if scanned else (1, shape)
         self.shape, self.skew, self.probes, self.together = shape, skew, probes, clip_together
         self.matrix = matrix(self.inner)
@@ -78,6 +91,9 @@ class Naive:
         self.t += 1
         self.moment = 0.95 * self.moment + 0.05 * grad.astype(np.float64)
         g = (self.moment / (1 - 0.95**self.t)).reshape(self.layers, *self.matrix)
+        if self.normalize:
+            norm = np.sqrt((g**2).sum(axis=tuple(range(1, g.ndim)), keepdims=True))
+            g = g / (norm + 1e-6)
         plr = max(0.7 / np.sqrt(1 + self.t / 1e4), 0.4)
         out = np.zeros_like(g)
         for layer in range(self.layers):

@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,9 @@ from torch import distributed as dist
 
 import isokron
 from cases import CASES, Case
+from isokron.optim.whitening import fixed_numbers
 from processes import mesh, outcomes, run
+from white_kron_naive import Naive
 
 NAMES = ("adamw", "muon", "shampoo", "soap", "katie", "quad", "skew")
 CHOSEN = [case for case in CASES if case.name in NAMES]
@@ -115,6 +118,51 @@ def test_ranks_with_their_own_data_train_as_one_process_with_all(kind: str, rank
                 torch.testing.assert_close(
                     many, one, rtol=1e-6, atol=1e-7, msg=f"{case.name}: {name}"
                 )
+
+
+def normalized(kind: str) -> list[Tensor]:
+    """Quad with `normalize` on gradients that are given, of shards or of whole parameters."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import distribute_tensor
+
+    net = nn.Sequential(nn.Linear(33, 50, bias=False), nn.Linear(20, 35, bias=False)).double()
+    if kind == "fsdp":
+        fully_shard(net)
+    params = list(net.parameters())
+    settings: dict[str, Any] = {"block_size": 16, "noise_scale": 0.0, "weight_decay": 0.0}
+    optimizer = isokron.Quad(params, lr=1.0, normalize=True, **settings)
+    if kind == "ddp":
+        optimizer.distribute()
+    with torch.no_grad():
+        for param in params:
+            param.zero_()
+    torch.manual_seed(5)
+    for scale in (1.0, 30.0, 0.1):
+        for param in params:
+            grad = scale * torch.randn(param.shape, dtype=torch.float64)
+            if kind == "fsdp":
+                grad = distribute_tensor(grad, param.device_mesh, param.placements)
+            param.grad = grad
+        optimizer.step()
+    return [p.full_tensor() if kind == "fsdp" else p.detach() for p in params]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_layer_that_ranks_have_parts_of_is_normalized_as_a_whole(kind: str) -> None:
+    def probes(size: int) -> np.ndarray:
+        return fixed_numbers((4, size), torch.empty(0, dtype=torch.float64)).numpy()
+
+    shapes = [(50, 33), (35, 20)]
+    naive = [Naive(shape, False, False, probes, largest=64, normalize=True) for shape in shapes]
+    torch.manual_seed(5)
+    expected = [np.zeros(shape) for shape in shapes]
+    for scale in (1.0, 30.0, 0.1):
+        for i, shape in enumerate(shapes):
+            grad = scale * torch.randn(shape, dtype=torch.float64)
+            expected[i] -= naive[i].direction(grad.numpy())
+    for found in run(2, normalized, kind):
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, torch.from_numpy(other), rtol=1e-7, atol=1e-9)
 
 
 def differing(what: str) -> str:

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from isokron.jax import quad, scale_by_quad, scale_by_skew, skew
+from isokron.jax.noise import probe_rows
 from isokron.white_kron import factor_rate
+from white_kron_naive import Naive
 
 SCALES = {"quad": scale_by_quad, "skew": scale_by_skew}
 both = pytest.mark.parametrize("kind", SCALES)
@@ -86,12 +88,24 @@ def test_stacked_layers_are_worked_on_and_clipped_one_by_one(kind: str) -> None:
         np.testing.assert_allclose(sizes[1], 1.1, rtol=1e-5)
 
 
-def test_normalized_gradients_are_so_layer_by_layer() -> None:
-    grads = {"a": normal(1, 2, 3, 4) * jnp.array([1.0, 100.0])[:, None, None]}
-    transform = scale_by_quad(normalize_grads=True, scanned_layers=True, b1=0.0)
-    _, state = jax.jit(transform.update)(grads, transform.init(grads))
-    norms = jnp.sqrt(jnp.sum(state.mu["a"] ** 2, axis=(1, 2)))
-    np.testing.assert_allclose(norms, 1, rtol=1e-5)
+@both
+def test_normalize_divides_the_momentum_by_its_norm_layer_by_layer(kind: str) -> None:
+    """Over gradients that grow and shrink, and layers with blocks in four batches."""
+    transform = SCALES[kind](
+        normalize_grads=True, scanned_layers=True, block_size=16, noise_scale=0.0
+    )
+    update = jax.jit(transform.update)
+
+    def probes(size: int) -> np.ndarray:
+        return np.asarray(probe_rows(size, None, jnp.float32), np.float64)
+
+    naive = Naive((2, 20, 17), True, kind == "skew", probes, normalize=True)
+    state = transform.init({"a": normal(0, 2, 20, 17)})
+    for step, scale in enumerate((1.0, 30.0, 0.1, 1.0)):
+        grad = scale * normal(step, 2, 20, 17) * jnp.array([1.0, 100.0])[:, None, None]
+        found, state = update({"a": grad}, state)
+        expected = naive.direction(np.asarray(grad))
+        np.testing.assert_allclose(found["a"], expected, rtol=0, atol=2e-4 * abs(expected).max())
 
 
 @both

@@ -75,6 +75,30 @@ def test_every_direction_is_that_of_the_naive_version(kind: str, shape: tuple[in
         assert apart(ours, naive.direction(grad.numpy())) < 1e-6, t
 
 
+@both
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_normalize_divides_the_momentum_by_its_norm(kind: str, shape: tuple[int, ...]) -> None:
+    """Gradients that grow and shrink: those of size one would have another momentum. Layers of
+    (33, 50) and (20, 35) have blocks in four batches."""
+    grads = gradients(shape, 12)
+    grads = grads * torch.tensor([1.0, 30.0, 0.1] * 4).view(-1, *[1] * len(shape))
+    settings = {"block_size": 16, "max_size_dense": 64, "noise_scale": 0.0, "normalize": True}
+    found = directions(METHODS[kind], grads, **settings)
+    naive = Naive(shape, False, kind == "skew", our_probes, largest=64, normalize=True)
+    for t, (ours, grad) in enumerate(zip(found, grads, strict=True), 1):
+        assert apart(ours, naive.direction(grad.numpy())) < 1e-6, t
+
+
+def test_stacked_layers_are_normalized_one_by_one() -> None:
+    grads = gradients((3, 20, 17), 4)
+    grads = grads * torch.tensor([1.0, 30.0, 0.1]).view(1, 3, 1, 1)
+    settings = {"block_size": 16, "noise_scale": 0.0, "normalize": True, "stacked": 1}
+    found = directions(isokron.Quad, grads, **settings)
+    naive = Naive((3, 20, 17), True, False, our_probes, normalize=True)
+    for t, (ours, grad) in enumerate(zip(found, grads, strict=True), 1):
+        assert apart(ours, naive.direction(grad.numpy())) < 1e-6, t
+
+
 @needs_data
 @both
 def test_directions_are_those_recorded(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:

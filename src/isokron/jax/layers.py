@@ -1,4 +1,4 @@
-"""What is true of a whole layer, and of each of its blocks: finiteness, bias, the clip."""
+"""What is true of a whole layer, and of each of its blocks: finiteness, bias, norm, clip."""
 
 import itertools
 from collections.abc import Callable
@@ -81,6 +81,19 @@ def known(
 
 def clipped(batches: Batches, layers: Layers, place: Placement, divisor: float) -> Batches:
     """Every layer scaled to a root mean square of 1.1 at most, and divided."""
+    rms = _norms(batches, layers, place) / jnp.sqrt(layers.sizes)
+    scales = place.spread(layers.rows(CLIP / jnp.maximum(rms, CLIP) / divisor, 0))
+    return {name: blocks * _across(scales[name], blocks) for name, blocks in batches.items()}
+
+
+def normalized(batches: Batches, layers: Layers, place: Placement) -> Batches:
+    """g/(‖g‖ + 10⁻⁶), every layer by itself."""
+    norms = place.spread(layers.rows(_norms(batches, layers, place) + 1e-6, 1))
+    return {name: blocks / _across(norms[name], blocks) for name, blocks in batches.items()}
+
+
+def _norms(batches: Batches, layers: Layers, place: Placement) -> jax.Array:
+    """‖x‖ of every layer. [layers]"""
     sizes = {name: _largest(blocks) for name, blocks in batches.items()}
     # relative to the largest entry, because the squares of large entries overflow
     energies = {
@@ -96,17 +109,7 @@ def clipped(batches: Batches, layers: Layers, place: Placement, divisor: float) 
     energies = {
         name: each * jnp.square(sizes[name] / top_of_row[name]) for name, each in energies.items()
     }
-    rms = tops * jnp.sqrt(layers.total(energies) / layers.sizes)
-    scales = place.spread(layers.rows(CLIP / jnp.maximum(rms, CLIP) / divisor, 0))
-    return {name: blocks * _across(scales[name], blocks) for name, blocks in batches.items()}
-
-
-def normalized(grad: jax.Array, layers: int) -> jax.Array:
-    """g/(‖g‖ + 10⁻⁶), every layer by itself."""
-    axes = tuple(range(1 if layers > 1 else 0, grad.ndim))
-    largest = _not_zero(jnp.max(jnp.abs(grad), axis=axes, keepdims=True))
-    norm = largest * jnp.sqrt(jnp.sum(jnp.square(grad / largest), axis=axes, keepdims=True))
-    return grad / (norm + 1e-6)
+    return tops * jnp.sqrt(layers.total(energies))
 
 
 def _largest(blocks: jax.Array) -> jax.Array:

@@ -111,9 +111,7 @@ def scale_by_white_kron(
         old = [moment.astype(work) for moment in jax.tree.leaves(state.mu)]
         moved, matrices = [], []
         for leaf, grad, moment in zip(plan.leaves, grads, old, strict=True):
-            grad = grad.astype(work)
-            grad = normalized(grad, leaf.layers) if normalize_grads else grad
-            moved.append(b1 * moment + (1 - b1) * grad)
+            moved.append(b1 * moment + (1 - b1) * grad.astype(work))
             matrices.append(place.whole(moved[-1]).reshape(leaf.layers, *leaf.shape))
         batches = place.spread(
             {name: gather(matrices, each, rows[name]) for name, each in plan.buckets.items()}
@@ -125,6 +123,8 @@ def scale_by_white_kron(
             place,
             lambda finite: 1 - jnp.asarray(b1, work) ** (count - state.skipped - ~finite),
         )
+        if normalize_grads:
+            batches = normalized(batches, layers, place)
         this_key = step_key(key, count)
         directions, factors = step(
             learning,

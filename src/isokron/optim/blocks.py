@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +14,7 @@ from isokron.linalg import sent
 if TYPE_CHECKING:
     from isokron.optim.shared import Shared
 
-__all__ = ["Batch", "Block", "Row", "cut_blocks", "is_matrix", "split_sizes"]
+__all__ = ["Batch", "Block", "Observed", "Row", "cut_blocks", "is_matrix", "split_sizes"]
 
 
 @dataclass(frozen=True)
@@ -107,3 +107,18 @@ class Batch:
                 value[rows] = state[key]
             elif state[key] is not value:
                 value.copy_(state[key])
+
+
+@dataclass
+class Observed:
+    """A batch whose gradients have been observed, or that has none here (`grad` None).
+
+    `present`: the rows that step; `at`: the same as an index, None for all.
+    """
+
+    batch: Batch
+    present: list[int] = field(default_factory=list)
+    at: Tensor | None = None
+    rows: list[Row] = field(default_factory=list)
+    state: dict[str, Tensor] = field(default_factory=dict)
+    grad: Tensor | None = None  # [B, ...]

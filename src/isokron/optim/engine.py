@@ -26,9 +26,8 @@ from isokron.distributed import (
 )
 from isokron.linalg import on_host
 from isokron.optim import checkpoint
-from isokron.optim.blocks import Batch, Block, Row, cut_blocks, is_matrix
+from isokron.optim.blocks import Batch, Block, Observed, cut_blocks, is_matrix
 from isokron.optim.checks import check_kinds, check_sums, gradient_sums
-from isokron.optim.clipping import Layer
 from isokron.optim.groups import (
     check_group,
     check_method,
@@ -79,7 +78,6 @@ class Preconditioned(torch.optim.Optimizer):
         check_settings(type(self), settings)
         self._plans = Plans()
         self._sharing = Sharing()
-        self.lengths: dict[Layer, Tensor] = {}  # of gradients of layers that are here in part
         self.refresher = Refresher()
         self.skipped_steps = 0
         super().__init__(params, {**SHARED, "lr": lr, **settings})
@@ -120,11 +118,10 @@ class Preconditioned(torch.optim.Optimizer):
         """Apply the operator. `state["step"]` broadcasts over the batch."""
         return moment
 
-    def scaled_gradient(
-        self, grad: Tensor, rows: Sequence[Row], group: Mapping[str, Any]
-    ) -> Tensor:
-        """The gradients of these rows as the method wants to see them. [B, ...]"""
-        return grad
+    def observed(self, batches: Iterable[Observed], group: Mapping[str, Any]) -> Iterable[Observed]:
+        """Batches as they are observed; taken as a whole where what is seen of blocks depends on
+        other blocks of their parameter, which have one owner where `settles` says so."""
+        return batches
 
     def settle_(self, updates: Sequence[Update], group: Mapping[str, Any]) -> None:
         """What depends on several blocks of a parameter, done to their directions in place."""

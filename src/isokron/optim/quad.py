@@ -10,7 +10,7 @@ class Quad(WhiteKron):
     """P μ̂ with P = Ql² ⊗ Qr², and Q ← MQM, M = I − plr/2L·(T − t₂I): see docs/white_kron.md.
 
     `momentum`: μ, which is what gets whitened. `lr_style`: "adam" divides by 5, for learning rates
-    that suit AdamW; None does not. `normalize`: gradients are divided by their norm, by layer.
+    that suit AdamW; None does not. `normalize`: μ̂/(‖μ̂‖ + 10⁻⁶) is whitened, by layer.
     `block_size`: matrices are cut into blocks of it. `max_size_dense`: dimensions above it are not
     cut, and have a diagonal factor. `preconditioner_lr`: plr at first, which falls to its floor.
     `noise_scale`: of the noise that factors see; `damping`: the same relative to max|G| of a block.

@@ -10,28 +10,12 @@ from isokron.cutting import Block
 from isokron.distributed import (
     Arriving,
     Place,
-    Ranks,
     Travel,
     block_of_shard,
     holders,
     local,
 )
 from isokron.optim.blocks import Row
-
-
-def lengths_of_layers(batches: Sequence["Shared"]) -> dict[tuple[Tensor, int], Tensor]:
-    """Norms of the gradients of layers of which each process has a part, found together."""
-    sums: dict[Ranks, dict[tuple[Tensor, int], Tensor]] = {}
-    for batch in batches:
-        own = sums.setdefault(batch.travel.ranks, {})
-        for key, square in batch.squares().items():
-            own[key] = own[key] + square if key in own else square
-    lengths: dict[tuple[Tensor, int], Tensor] = {}
-    for ranks, own in sums.items():
-        if own:
-            total = ranks.all_reduce_(torch.stack(list(own.values())))
-            lengths |= dict(zip(own, total.sqrt(), strict=True))
-    return lengths
 
 
 class Shared:
@@ -91,17 +75,6 @@ class Shared:
         """Where what `spread` brings is written, in its order."""
         spots = ((self.rows[i], self.here[i]) for i in self.at)
         return [Row(row.param, spot, row.number) for row, spot in spots if spot is not None]
-
-    def squares(self) -> dict[tuple[Tensor, int], Tensor]:
-        """Of sharded parameters: Σ g² over what is here of the blocks of each layer, in float64."""
-        found: dict[tuple[Tensor, int], Tensor] = {}
-        for i in self.at if self.travel.held is not None else ():
-            row, spot = self.rows[i], self.here[i]
-            key = (row.param, row.block.part)
-            known = found.setdefault(key, torch.zeros((), dtype=torch.float64))
-            if spot is not None and row.param.grad is not None:
-                found[key] = known + spot.read(local(row.param.grad)).double().square().sum()
-        return found
 
     def _collect(self, of: Callable[[Tensor], Tensor | None]) -> Arriving:
         found = [(self.here[i], of(self.rows[i].param)) for i in self.at]

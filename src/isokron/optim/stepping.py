@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 
 from isokron.linalg import sent
-from isokron.optim.blocks import Batch
+from isokron.optim.blocks import Batch, Observed
 from isokron.optim.cadence import unready
 from isokron.optim.grafting import graft, graft_direction
 from isokron.optim.moments import filtered_, first_moment_
 from isokron.optim.plan import Plan
-from isokron.optim.shared import lengths_of_layers
 from isokron.optim.spectral import spectral_direction
 from isokron.optim.writing import Copies, Update, graft_by_parameter_, unowned, write_back
 
@@ -26,8 +25,8 @@ def step_blocks(method: "Preconditioned", plan: Plan, group: Mapping[str, Any]) 
     shared = [batch.shared for batch in plan.batches if batch.shared is not None]
     for batch in shared:
         batch.call_(bool(group["weight_decay"]) and group["decay"] == "l2")
-    method.lengths = lengths_of_layers(shared) if group.get("normalize") else {}
-    found = (_update(method, batch, group) for batch in plan.batches)
+    observed = method.observed((_observe(method, batch, group) for batch in plan.batches), group)
+    found = (_update(method, seen, group) for seen in observed)
     updates = (update for update in found if update is not None)
     waiting: list[Update] = []  # what is travelling does so while the next is found
     for update in _settled(method, updates, plan, group):
@@ -56,11 +55,11 @@ def _settled(
     return held
 
 
-def _update(method: "Preconditioned", batch: Batch, group: Mapping[str, Any]) -> Update | None:
-    """Observe, refresh what is due, and find the update. [B, ...]"""
+def _observe(method: "Preconditioned", batch: Batch, group: Mapping[str, Any]) -> Observed:
+    """Fold the gradients of the rows that have one into the statistics."""
     present = batch.present()
     if not present:
-        return unowned(batch)
+        return Observed(batch)
     at = None if len(present) == len(batch.rows) else batch.index(present)
     state = batch.select(at)
     batch.step[slice(None) if at is None else present] += 1
@@ -70,17 +69,24 @@ def _update(method: "Preconditioned", batch: Batch, group: Mapping[str, Any]) ->
 
     rows = [batch.rows[i] for i in present]
     grad = batch.gradients(rows)
-    grad = method.scaled_gradient(grad, rows, group)
     if group["maximize"]:
         grad = -grad
     if group["weight_decay"] and group["decay"] == "l2":
         grad = grad.add(batch.weights(rows), alpha=group["weight_decay"])
+    if group["route"] != "spectral":
+        method.observe(grad, state, group)
+    return Observed(batch, present, at, rows, state, grad)
+
+
+def _update(method: "Preconditioned", seen: Observed, group: Mapping[str, Any]) -> Update | None:
+    """Refresh what is due, and find the update. [B, ...]"""
+    batch, present, grad, state = seen.batch, seen.present, seen.grad, seen.state
+    if grad is None:
+        return unowned(batch)
+    moment = _moment(method, grad, state, group)
     if group["route"] == "spectral":
-        moment = _moment(method, grad, state, group)
         direction = spectral_direction(moment)
     else:
-        method.observe(grad, state, group)
-        moment = _moment(method, grad, state, group)
         if method.refreshes():
             method.refresher.run(method, batch, present, state, group)
         direction = method.direction(grad if method.keeps_moment else moment, state, group)
@@ -91,15 +97,12 @@ def _update(method: "Preconditioned", batch: Batch, group: Mapping[str, Any]) ->
             direction = graft(direction, simple)
         if group["route"] != "spectral":
             # until its first refresh the method knows nothing: the grafted one steps alone
-            early = [
-                unready(int(count), batch.phase[row], group)
-                for row, count in zip(present, step.tolist(), strict=True)
-            ]
+            early = [unready(int(batch.step[row]), batch.phase[row], group) for row in present]
             if any(early):
                 alone = sent(torch.tensor(early, device="cpu"), grad.device)
                 where = alone.view_as(state["step"])
                 direction = torch.where(where, simple, direction)
-    return Update(batch, at, rows, state, direction, simple, alone)
+    return Update(batch, seen.at, seen.rows, state, direction, simple, alone)
 
 
 def _moment(

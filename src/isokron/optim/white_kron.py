@@ -1,7 +1,7 @@
 """What Quad and Skew share: momentum made white by factors that learn from it as they go."""
 
 import random
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from itertools import product
 from typing import Any, ClassVar, Unpack
 
@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from isokron.operators import Dense, Diagonal, Factor, Kron
-from isokron.optim.blocks import Batch, Block, Row, cut_blocks
-from isokron.optim.clipping import clip_by_layer_, layer_norms
+from isokron.optim.blocks import Batch, Block, Observed, cut_blocks
+from isokron.optim.clipping import clip_by_layer_, normalized_by_layer
 from isokron.optim.engine import Params, Preconditioned
 from isokron.optim.groups import check_number
 from isokron.optim.moments import first_moment_
@@ -171,14 +171,6 @@ class WhiteKron(Preconditioned):
             blocks += [Block(whole.part, whole.index, merged, cut) for cut in product(*sides)]
         return blocks
 
-    def scaled_gradient(
-        self, grad: Tensor, rows: Sequence[Row], group: Mapping[str, Any]
-    ) -> Tensor:
-        if not group["normalize"] or group["route"] == "spectral":
-            return grad
-        lengths = layer_norms(rows, self.lengths) + 1e-6
-        return grad / lengths.to(grad).view(-1, *[1] * (grad.ndim - 1))
-
     def init_state(self, batch: Batch, group: Mapping[str, Any]) -> dict[str, Tensor]:
         dtype = group["dtype"] or batch.dtype
         state = {"moment": batch.zeros().to(dtype)} if group["momentum"] else {}
@@ -198,8 +190,19 @@ class WhiteKron(Preconditioned):
             seen = first_moment_(mean, grad, group["momentum"], group["nesterov"], step)
             state["moment"].copy_(mean)  # the bias is taken off what is not rounded yet
         state["seen"] = seen
-        if group["apply"] == "old":
-            state["white"] = self._white(state, group)
+
+    def observed(self, batches: Iterable[Observed], group: Mapping[str, Any]) -> Iterable[Observed]:
+        if group["normalize"]:
+            batches = list(batches)
+            seen = [each for each in batches if "seen" in each.state]
+            blocks = [each.state["seen"] for each in seen]
+            unit = normalized_by_layer(blocks, [each.rows for each in seen])
+            for each, normalized in zip(seen, unit, strict=True):
+                each.state["seen"] = normalized
+        for each in batches:
+            if group["apply"] == "old" and "seen" in each.state:
+                each.state["white"] = self._white(each.state, group)
+            yield each
 
     def refresh(self, state: dict[str, Tensor], group: Mapping[str, Any]) -> dict[str, Tensor]:
         sides, seen = _worked(state), state["seen"]

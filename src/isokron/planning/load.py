@@ -97,10 +97,6 @@ def _add_method(
             flops[:] += count * refresh_cost(pile.shape, group, work) / group["every"]
         if layout.shared:
             load.sent[:] += _sent(pile, own, batch.dtype, group, layout)
-    cut = [pile.layers() for pile in piles if pile.sharded]
-    if group.get("normalize") and cut:  # Σ g² of every layer, in float64
-        layers = len(np.unique(np.concatenate(cut)))
-        load.sent[:] += sent_by_reduce(torch.float64.itemsize * layers, layout.size)
 
 
 def _one_row(optimizer: Preconditioned, group: Mapping[str, Any], pile: Pile) -> Batch:
