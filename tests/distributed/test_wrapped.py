@@ -165,6 +165,42 @@ def test_a_layer_that_ranks_have_parts_of_is_normalized_as_a_whole(kind: str) ->
             torch.testing.assert_close(one, torch.from_numpy(other), rtol=1e-7, atol=1e-9)
 
 
+def flattened(original: bool) -> tuple[list[str], float, float]:
+    """What methods say to FSDP1's flat shards, and how far AdamW on them is from one process."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    torch.manual_seed(0)
+    net, whole = nn.Linear(6, 4), nn.Linear(6, 4)
+    whole.load_state_dict(net.state_dict())
+    wrapped = FullyShardedDataParallel(net, use_orig_params=original, device_id=torch.device("cpu"))
+    said = []
+    makers = (isokron.SOAP, isokron.Muon, isokron.Quad, isokron.Katie, isokron.Shampoo)
+    for make in (*makers, isokron.ShardedAdamW):
+        try:
+            make(wrapped.parameters())
+        except ValueError as error:
+            said.append(str(error))
+    isokron.SOAP(wrapped.parameters(), route="adamw")  # as good as AdamW
+    data, losses = torch.randn(8, 6), []
+    for module in (whole, wrapped):
+        optimizer = isokron.AdamW(module.parameters(), lr=0.1)
+        for _ in range(3):
+            loss = module(data).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        losses.append(float(module(data).square().mean()))
+    return said, *losses
+
+
+@pytest.mark.parametrize("original", [False, True])
+def test_flat_shards_of_fsdp1_are_refused_by_all_but_adamw(original: bool) -> None:
+    for said, one, many in run(2, flattened, original):
+        assert len(said) == 6
+        assert all("flattened by FSDP1" in each and "fully_shard" in each for each in said)
+        assert many == pytest.approx(one, rel=1e-5)
+
+
 def differing(what: str) -> str:
     rank = dist.get_rank()
     params = [nn.Parameter(torch.ones(4, 5)), nn.Parameter(torch.ones(5, 4))]

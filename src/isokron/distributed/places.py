@@ -31,6 +31,15 @@ def is_sharded(tensor: Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def is_flat_shard(param: Tensor) -> bool:
+    """Whether FSDP1 (FullyShardedDataParallel) has flattened a parameter, or is its flat one.
+
+    It marks both, also with use_orig_params=True.
+    """
+    module = sys.modules.get("torch.distributed.fsdp._common_utils")
+    return module is not None and module._is_fsdp_flattened(param)
+
+
 def mesh_of(tensor: Tensor) -> tuple[Any, Any]:
     """The mesh of a DTensor, and how it is placed there."""
     return tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]

@@ -19,6 +19,8 @@ class AdamW(Preconditioned):
     steps, this one takes about as long as reading the gradients, so checking them is by option.
     """
 
+    elementwise = True
+
     def __init__(
         self,
         params: Params,

@@ -65,6 +65,7 @@ class Preconditioned(torch.optim.Optimizer):
     # gradient, and the engine keeps a moment only for grafting
     keeps_moment: ClassVar[bool] = False
     squares: ClassVar[bool] = False  # True: statistics hold squares, which must not overflow
+    elementwise: ClassVar[bool] = False  # True: a part is stepped as it would be in the whole
     refresh_work: ClassVar[str] = "eigen"  # or "products", "polar": see `block_cost`
     # True: directions are found for all batches before any is written, and `settle_` sees them
     settles: ClassVar[bool] = False
@@ -182,8 +183,9 @@ class Preconditioned(torch.optim.Optimizer):
                     f"{type(self).__name__}: a parameter is in a group twice and would be "
                     "stepped twice; pass it once"
                 )
+            parts = self.elementwise or group["route"] == "adamw"
             for i, param in enumerate(group["params"]):
-                check_param(type(self).__name__, param_name(group, i), param, group)
+                check_param(type(self).__name__, param_name(group, i), param, group, parts)
         except Exception:
             self.param_groups.pop()
             raise

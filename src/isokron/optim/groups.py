@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isokron.distributed import is_flat_shard
 from isokron.optim.blocks import split_sizes
 from isokron.optim.cadence import check_cadence
 from isokron.optim.settings import CHOICES, SHARED
@@ -169,8 +170,19 @@ def check_spelling(optimizer: str, given: Mapping[str, Any], known: Sequence[str
                 )
 
 
-def check_param(optimizer: str, name: str, param: Tensor, group: Mapping[str, Any]) -> None:
-    """Refuse what no step could be right for, before any state exists."""
+def check_param(
+    optimizer: str, name: str, param: Tensor, group: Mapping[str, Any], elementwise: bool = False
+) -> None:
+    """Refuse what no step could be right for, before any state exists.
+
+    `elementwise`: any part of a parameter is stepped as it would be in the whole.
+    """
+    if is_flat_shard(param) and not elementwise:
+        raise ValueError(
+            f"{optimizer}: parameter {name} was flattened by FSDP1 (FullyShardedDataParallel), "
+            "which leaves nothing of matrices; shard the model with FSDP2 "
+            "(torch.distributed.fsdp.fully_shard), or take isokron.AdamW"
+        )
     stacked, split = group["stacked"], group["split"]
     if stacked and param.ndim < stacked + 2:
         raise ValueError(
