@@ -41,6 +41,25 @@ def test_equal_to_torch_fused_bit_for_bit(settings: dict[str, object], dtype: to
     assert all(map(torch.equal, mine, theirs))
 
 
+def test_torchs_calls_work_as_they_are() -> None:
+    """In torch's order, and with the switches that only choose an implementation."""
+    mine, theirs = pair([(7, 9), (5,)], torch.float32)
+    positional = (1e-2, (0.8, 0.95), 1e-6, 0.2, True)
+    ours = isokron.AdamW(mine, *positional, fused=True, foreach=False, capturable=False)
+    reference = torch.optim.AdamW(theirs, *positional, fused=True)
+    for _ in range(3):
+        for a, b in zip(mine, theirs, strict=True):
+            a.grad = torch.randn(a.shape)
+            b.grad = a.grad.clone()
+        ours.step()
+        reference.step()
+    assert all(map(torch.equal, mine, theirs))
+    assert isokron.AdamW(mine, foreach=True, fused=None).state_dict()["param_groups"]
+    for name in ("capturable", "differentiable"):
+        with pytest.raises(ValueError, match=f"AdamW: {name} must be False, got {name}=True"):
+            isokron.AdamW(mine, **{name: True})
+
+
 def test_equal_to_torch_where_gradients_come_and_go() -> None:
     mine, theirs = pair([(5,), (6, 4), (3,)], torch.float32)
     ours, reference = isokron.AdamW(mine), torch.optim.AdamW(theirs, fused=True)

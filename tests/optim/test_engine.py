@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import isokron
 from cases import Whitening, equal, loss_of, net, train
+from isokron.optim.groups import PEERS
 
 
 def steps(optimizer: torch.optim.Optimizer, weight: Tensor, grads: Tensor) -> Tensor:
@@ -239,6 +240,8 @@ def test_wrong_hyperparameters_are_named_with_their_rule_and_value(
         ({"lr_scale": -1}, "lr_scale must be"),
         ({"route": "muon"}, "route must be"),
         ({"weigth_decay": 0.1}, "did you mean 'weight_decay'"),
+        ({"ns_steps": 3}, "unknown key 'ns_steps' in a parameter group; did you mean 'steps'"),
+        ({"learning_rate": 3}, "did you mean 'lr'"),
         ({"stacked": 1}, "stacked=1 needs at least 3 dimensions"),
         ({"split": 3}, "split=3 must divide"),
         ({"split": (1, 2)}, "sum to 2"),
@@ -250,6 +253,37 @@ def test_a_wrong_group_is_refused_and_not_added(group: dict[str, object], messag
     with pytest.raises(ValueError, match=message):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, 2))], **group})
     assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "ours"),
+    [
+        (isokron.SOAP, "precondition_frequency", "'every'"),
+        (isokron.SOAP, "shampoo_beta", "'factor_beta'"),
+        (isokron.SOAP, "precondition_1d", "'vectors'"),
+        (isokron.SOAP, "max_precond_dim", "'max_dim'"),
+        (isokron.Shampoo, "preconditioning_compute_steps", "'every'"),
+        (isokron.Shampoo, "max_preconditioner_dim", "'max_dim'"),
+        (isokron.Shampoo, "start_preconditioning_step", "'start'"),
+        (isokron.Shampoo, "grafting_config", "'graft'"),
+        (isokron.Shampoo, "use_nesterov", "'nesterov'"),
+        (isokron.Shampoo, "epsilon", "'damping' or 'eps'"),
+        (isokron.Muon, "epsilon", "'eps'"),
+        (isokron.Muon, "ns_steps", "'steps'"),
+        (isokron.Quad, "normalize_grads", "'normalize'"),
+        (isokron.AdamW, "learning_rate", "'lr'"),
+    ],
+)
+def test_other_libraries_names_are_answered_with_ours(make: type, name: str, ours: str) -> None:
+    with pytest.raises(TypeError, match=f"{name!r}; did you mean {ours}"):
+        make([nn.Parameter(torch.zeros(2, 2))], **{name: 1})
+
+
+def test_all_names_of_peers_stand_for_settings_there_are() -> None:
+    optimizers = (isokron.SOAP, isokron.Shampoo, isokron.Katie, isokron.Muon, isokron.Quad)
+    weight = nn.Parameter(torch.zeros(2, 2))
+    known = {name for make in optimizers for name in make([weight]).defaults}
+    assert {name for names in PEERS.values() for name in names} <= known
 
 
 def test_a_parameter_given_twice_is_refused() -> None:

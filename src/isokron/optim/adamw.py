@@ -6,13 +6,15 @@ from typing import Any, Unpack
 from torch import Tensor
 
 from isokron.optim.engine import Params, Preconditioned
-from isokron.optim.settings import Shared
+from isokron.optim.settings import AdamWShared
 
 
 class AdamW(Preconditioned):
     """AdamW on every parameter; checkpoints interchange with torch.optim.AdamW's.
 
-    `eps`, `amsgrad`, `maximize` and all other `shared` settings: see docs/engine.md.
+    The arguments, in their order, are torch's. `fused` and `foreach` change nothing: the results
+    are always those of fused=True. `capturable` and `differentiable` must be False. `maximize` and
+    all other `shared` settings: see docs/engine.md.
 
     `state_dtype`: None keeps the moments in the parameter's dtype, as torch does; torch.float32
     gives half-precision parameters float32 moments. `nonfinite`: unlike the other optimizers'
@@ -25,13 +27,26 @@ class AdamW(Preconditioned):
         self,
         params: Params,
         lr: float | Tensor = 1e-3,
-        *,
         betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
         weight_decay: float = 1e-2,
-        **shared: Unpack[Shared],
+        amsgrad: bool = False,
+        *,
+        fused: bool | None = None,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        **shared: Unpack[AdamWShared],
     ) -> None:
-        own: Shared = {"nonfinite": "ignore", "state_dtype": None}
-        super().__init__(params, lr, betas=betas, weight_decay=weight_decay, **{**own, **shared})
+        for name, asked in (("capturable", capturable), ("differentiable", differentiable)):
+            if asked:
+                raise ValueError(
+                    f"AdamW: {name} must be False, got {name}={asked!r}; "
+                    f"torch.optim.AdamW({name}=True) has it"
+                )
+        given = {"betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
+        own = {"nonfinite": "ignore", "state_dtype": None}
+        super().__init__(params, lr, **given, **{**own, **shared})
 
     def takes(self, param: Tensor, group: Mapping[str, Any]) -> bool:
         return False

@@ -15,6 +15,43 @@ from isokron.optim.blocks import split_sizes
 from isokron.optim.cadence import check_cadence
 from isokron.optim.settings import CHOICES, SHARED
 
+# Other libraries' names of settings, and what they are called here, whichever an optimizer has.
+PEERS: dict[str, tuple[str, ...]] = {
+    "learning_rate": ("lr",),
+    "beta1": ("betas",),
+    "beta2": ("betas",),
+    "b1": ("momentum",),
+    "epsilon": ("damping", "eps"),
+    "precondition_frequency": ("every",),
+    "preconditioning_frequency": ("every",),
+    "preconditioning_compute_steps": ("every",),
+    "preconditioner_update_freq": ("every",),
+    "update_freq": ("every",),
+    "start_preconditioning_step": ("start",),
+    "shampoo_beta": ("factor_beta",),
+    "preconditioner_dtype": ("factor_dtype",),
+    "factor_matrix_dtype": ("factor_dtype",),
+    "exponent_override": ("exponent",),
+    "inv_root_override": ("exponent",),
+    "precondition_1d": ("vectors",),
+    "max_precond_dim": ("max_dim", "max_size_dense"),
+    "max_preconditioner_dim": ("max_dim", "max_size_dense"),
+    "max_size_triangular": ("max_size_dense",),
+    "block_size": ("max_dim",),
+    "grafting_config": ("graft",),
+    "grafting_type": ("graft",),
+    "graft_type": ("graft",),
+    "momentum_decay": ("momentum",),
+    "use_nesterov": ("nesterov",),
+    "normalize_grads": ("normalize",),
+    "ns_steps": ("steps",),
+    "ns_coefficients": ("coefficients",),
+    "adjust_lr_fn": ("scale",),
+    "use_decoupled_weight_decay": ("decay",),
+    "decoupled_weight_decay": ("decay",),
+    "weight_decouple": ("decay",),
+}
+
 LEAST = {"every": 1, "warmup": 0, "stacked": 0, "split_dim": 0, "delay": 0, "tolerated": 0}
 
 
@@ -148,26 +185,30 @@ def check_settings(optimizer: type, settings: Mapping[str, Any]) -> None:
     if not any(parameter.kind is rest for parameter in kinds[0]):
         return  # Python has checked the keywords itself
     own = {parameter.name for several in kinds for parameter in several if parameter.kind is named}
-    known = sorted((own | set(SHARED)) - {"mode"})
+    known = sorted((own | set(SHARED) | {"lr"}) - {"mode"})
     for name in settings:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(known)}"
+            hint = _meant(name, known, 0.6) or f"it takes {', '.join(known)}"
             raise TypeError(
                 f"{optimizer.__name__} got an unexpected keyword argument {name!r}; {hint}"
             )
 
 
 def check_spelling(optimizer: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
-    """A group key that is nearly one of ours would silently do nothing: refuse it."""
+    """A group key that is nearly one of ours, or a peer's name of one, would silently do nothing:
+    refuse it."""
     for key in given:
         if key not in known and key not in ("params", "param_names"):
-            close = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
-            if close:
-                raise ValueError(
-                    f"{optimizer}: unknown key {key!r} in a parameter group; "
-                    f"did you mean {close[0]!r}?"
-                )
+            hint = _meant(key, known, 0.85)
+            if hint:
+                raise ValueError(f"{optimizer}: unknown key {key!r} in a parameter group; {hint}")
+
+
+def _meant(name: str, known: Sequence[str], cutoff: float) -> str:
+    """Which of the known settings a name is likely to stand for; empty if none."""
+    peers = [each for each in PEERS.get(name, ()) if each in known]
+    close = peers or difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
+    return f"did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
 def check_param(

@@ -74,8 +74,8 @@ LAYOUT = (
 )
 
 
-class Shared(TypedDict, total=False):
-    """The shared settings an optimizer's constructor takes besides its own; see docs/engine.md."""
+class AdamWShared(TypedDict, total=False):
+    """The shared settings that AdamW's constructor takes besides its own; see docs/engine.md."""
 
     lr_scale: float
     route: Literal["auto", "adamw", "spectral"]
@@ -93,12 +93,17 @@ class Shared(TypedDict, total=False):
     average: Literal["schedule_free", "primal"] | None
     average_beta: float
     average_decay: float
-    eps: float
-    amsgrad: bool
     flat: bool
     maximize: bool
     nonfinite: Literal["raise", "skip", "ignore"]
     state_dtype: torch.dtype | None
+
+
+class Shared(AdamWShared, total=False):
+    """Those of the other optimizers' constructors."""
+
+    eps: float
+    amsgrad: bool
 
 
 class HeavyBall(Shared, total=False):
