@@ -492,14 +492,69 @@ def refusals() -> None:
     with pytest.raises(ValueError, match="did you mean 'weight_decay'"):
         ShardedAdamW([{"params": params, "weight_decy": 0.0}])
     optimizer = ShardedAdamW(params)
-    with pytest.raises(TypeError, match="takes no closure"):
-        optimizer.step(lambda: None)
     params[0].grad = torch.zeros(7).to_sparse()
     with pytest.raises(RuntimeError, match="sparse=False"):
         optimizer.step()
     params[0].grad = None
     optimizer.step()  # no gradients: nothing to do
     assert all(entry["step"] == 0 for entry in optimizer.state.values())
+
+
+def thawing() -> list[list[bool]]:
+    """Of every parameter, after each backward pass: whether its gradient has left already."""
+    rank = dist.get_rank()
+    layers = [torch.nn.Linear(8, 8, bias=False) for _ in range(3)]
+    layers[1].requires_grad_(False)
+    params = [layer.weight for layer in layers]
+    optimizer = ShardedAdamW(params, reduce="backward", bucket_bytes=256)
+    left = []
+    for turn in range(4):
+        if turn == 1:
+            layers[1].requires_grad_(True)
+        optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(turn + 10 * rank)
+        torch.nn.Sequential(*layers)(torch.randn(4, 8, generator=generator)).sum().backward()
+        left.append([param.grad is None for param in params])
+        optimizer.step()
+    return left
+
+
+def test_the_gradients_of_a_thawed_parameter_leave_in_backward_passes() -> None:
+    """From its second one on: nobody tells that a parameter has thawed before it has a gradient."""
+    for left in run(2, thawing):
+        assert left[2:] == [[True] * 3] * 2
+
+
+def closing(reduce: str) -> tuple[list[float], list[float], bool]:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(6, 3) for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    data = torch.randn(8, 6)
+    optimizer = ShardedAdamW(layers[0].parameters(), lr=0.1, reduce=reduce)  # type: ignore[arg-type]
+    reference = torch.optim.AdamW(layers[1].parameters(), lr=0.1)
+    losses: tuple[list[float], list[float]] = ([], [])
+    for _ in range(3):
+
+        def closure(at: int, which: torch.optim.Optimizer, rows: torch.Tensor) -> torch.Tensor:
+            which.zero_grad()
+            loss = layers[at](rows).square().mean()
+            loss.backward()
+            return loss
+
+        own = data.chunk(ranks)[rank]
+        losses[0].append(float(optimizer.step(lambda own=own: closure(0, optimizer, own))))
+        losses[1].append(float(reference.step(lambda: closure(1, reference, data))))
+    same = all(map(torch.allclose, layers[0].parameters(), layers[1].parameters()))
+    return *losses, same
+
+
+@pytest.mark.parametrize("reduce", ["step", "backward"])
+def test_a_closure_is_run_as_torch_does(reduce: str) -> None:
+    first, second = run(2, closing, reduce)
+    assert [first[2], second[2]] == [True, True]
+    mean = [(a + b) / 2 for a, b in zip(first[0], second[0], strict=True)]
+    assert mean == pytest.approx(first[1], rel=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")

@@ -112,15 +112,11 @@ class InBackward:
         self._flying: deque[Reducing] = deque()
         self._sent = 0
         self._hooks: list[Any] = []
+        self._hooked: set[int] = set()  # parameters whose gradients are noticed
         weakref.finalize(self, _remove, self._hooks)
 
     def watch(self, first: int) -> None:
         """Parameters from this number on are new."""
-        itself = weakref.ref(self)
-        for i, param in enumerate(self.params[first:], first):
-            if param.requires_grad:
-                hook = partial(_appeared, itself, i)
-                self._hooks.append(param.register_post_accumulate_grad_hook(hook))
         self._units: dict[int, list[Bucket]] = {}
         for bucket in self.buckets:
             self._units.setdefault(bucket.unit, []).append(bucket)
@@ -129,6 +125,12 @@ class InBackward:
         self._start_round()
 
     def _start_round(self) -> None:
+        itself = weakref.ref(self)
+        for i, param in enumerate(self.params):
+            if param.requires_grad and i not in self._hooked:  # it is new, or has thawed
+                hook = partial(_appeared, itself, i)
+                self._hooks.append(param.register_post_accumulate_grad_hook(hook))
+                self._hooked.add(i)
         live = [u for u, i in self._members.items() if all(self.params[j].requires_grad for j in i)]
         self._turns, self._next = live, 0
         self._missing = {unit: set(members) for unit, members in self._members.items()}

@@ -114,12 +114,16 @@ class ShardedAdamW(torch.optim.Optimizer):
             self._lay_out()
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """`closure`: computes the loss and its gradients; it must do so alike on all ranks."""
+        loss = None
         if closure is not None:
-            raise TypeError(
-                f"{WHO} takes no closure: ranks might call it differently often and wait for one "
-                "another; call backward, then step()"
-            )
+            with torch.enable_grad():
+                loss = closure()
+        self._step()
+        return loss
+
+    def _step(self) -> None:
         present, groups = self._agree(), self._groups()
         if not present:
             return
