@@ -24,6 +24,15 @@ def power(matrix: Tensor, p: float) -> Tensor:
     return basis @ torch.diag(values**p) @ basis.T
 
 
+def folded(mean: Tensor, new: Tensor, beta: float) -> Tensor:
+    """βM + (1−β)X; M + X at β = 1."""
+    return beta * mean + (1 - beta if beta < 1 else 1) * new
+
+
+def hat(mean: Tensor, beta: float, t: int, correct: bool = True) -> Tensor:
+    return mean / (1 - beta**t) if correct and beta < 1 else mean
+
+
 def gradients(shape: tuple[int, ...], steps: int, seed: int = 0) -> Tensor:
     """Gradients with correlated entries of different sizes."""
     generator = torch.Generator().manual_seed(seed)

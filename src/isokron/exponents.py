@@ -1,4 +1,7 @@
-"""The p of Shampoo's roots A^(−1/p), and what a root may be asked for: for torch and JAX alike."""
+"""The p of roots A^(−1/p), Shampoo's and Katie's, and what a root may be asked for.
+
+For torch and JAX alike.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -21,7 +24,7 @@ def exponents(group: Mapping[str, Any], order: int) -> list[float]:
     roots = list(given) if isinstance(given, Sequence) else [given] * order
     if len(roots) != order or not all(isinstance(p, (int, float)) and p >= 0 for p in roots):
         raise ValueError(
-            f"Shampoo: exponent must be a number of at least 0, or {{order: number or one a "
+            f"exponent must be a number of at least 0, or {{order: number or one a "
             f"dimension}}, got {group['exponent']!r}"
         )
     return [float(p) for p in roots]

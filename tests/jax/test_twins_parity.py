@@ -61,6 +61,7 @@ OPTIONS: list[tuple[str, list[str], dict[str, Any]]] = [
     ("katie", ["cut"], {**CUT, "form": "symmetric", "statistic": "raw", "graft": "adagrad"}),
     ("katie", ["vector"], {"vectors": True, "eps": 0.0, "beta3": 0.5, "betas": (0.0, 0.9)}),
     ("katie", ["order3"], {"stacked": 1, "factor_beta": 0.5}),
+    ("katie", ["cut"], {**CUT, "exponent": {2: (3, 0)}}),
     ("muon", ["cut"], {"scale": "original", "coefficients": "cans", "nesterov": False}),
     ("muon", ["cut"], {"graft": "adam", "steps": 3, "split": (8, 12)}),
     ("muon", ["order3", "vector"], {"momentum": 0.0, "nesterov": False, "betas": (0.8, 0.9)}),

@@ -7,28 +7,39 @@ import torch
 from torch import Tensor, nn
 
 import isokron
-from naive import SHAPES, assert_follows, flat, gradients, power, times
+from naive import SHAPES, assert_follows, flat, folded, gradients, hat, power, times
 
 EVERY, START, BETAS, FACTOR_BETA, DAMPING, EPS = 3, 5, (0.9, 0.95), 0.8, 1e-2, 1e-6
 
 
-def naive_katie(grads: list[Tensor], symmetric: bool = False, raw: bool = False) -> list[Tensor]:
+def naive_katie(
+    grads: list[Tensor],
+    symmetric: bool = False,
+    raw: bool = False,
+    beta2: float = BETAS[1],
+    beta: float = FACTOR_BETA,
+    exponents: tuple[float, ...] = (2, 2, 2, 2),
+    correct: bool = True,
+) -> list[Tensor]:
     shape = grads[0].shape
     cov = [torch.zeros(n, n).double() for n in shape]
     root = [torch.eye(n).double() for n in shape]
     m, v, updates = torch.zeros_like(grads[0]), torch.zeros_like(grads[0]), []
     for t, g in enumerate(grads, start=1):
-        v = BETAS[1] * v + (1 - BETAS[1]) * g * g
-        s = (v / (1 - BETAS[1] ** t)).sqrt() + EPS
-        z = g if raw else g / s
+        v = folded(v, g * g, beta2)
+        s = hat(v, beta2, t, correct).sqrt() + EPS
+        unit = (v / t).sqrt() + EPS if beta2 == 1 else s  # of sums, the mean
+        z = g if raw else g / unit
         for i, n in enumerate(shape):
             new = flat(z, i) @ flat(z, i).T / (g.numel() / n)
-            cov[i] = FACTOR_BETA * cov[i] + (1 - FACTOR_BETA) * new
+            cov[i] = folded(cov[i], new, beta)
         if t == START or (t > START and t % EVERY == 0):
             for i, n in enumerate(shape):
-                root[i] = power(cov[i] / (1 - FACTOR_BETA**t) + DAMPING * torch.eye(n), -0.5)
+                if exponents[i]:
+                    damped = hat(cov[i], beta, t, correct) + DAMPING * torch.eye(n)
+                    root[i] = power(damped, -1 / exponents[i])
         m = BETAS[0] * m + (1 - BETAS[0]) * g
-        adam = m / (1 - BETAS[0] ** t) / s
+        adam = hat(m, BETAS[0], t, correct) / s
         white = adam * s.sqrt() if symmetric else adam
         for i in range(len(shape)):
             white = times(white, root[i], i)
@@ -49,6 +60,11 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sequential": ({}, {}),
     "symmetric": ({"form": "symmetric"}, {"symmetric": True}),
     "raw": ({"statistic": "raw"}, {"raw": True}),
+    "fourth roots": ({"exponent": 4}, {"exponents": (4,) * 4}),
+    "one side": ({"exponent": {2: (0, 3)}}, {"exponents": (0, 3)}),
+    "biased": ({"use_bias_correction": False}, {"correct": False}),
+    "sums": ({"betas": (0.9, 1.0), "factor_beta": 1.0}, {"beta2": 1.0, "beta": 1.0}),
+    "sum of squares": ({"betas": (0.9, 1.0)}, {"beta2": 1.0}),
 }
 
 
@@ -56,6 +72,8 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_katie_follows_the_naive_version(shape: tuple[int, ...], variant: str) -> None:
     own, theirs = VARIANTS[variant]
+    if variant == "one side" and len(shape) != 2:
+        pytest.skip("of matrices")
     assert_follows(
         isokron.Katie,
         lambda grads: naive_katie(grads, **theirs),
@@ -160,7 +178,8 @@ def test_entries_without_gradients_are_no_division_by_zero() -> None:
         ({"damping": 0.0}, "damping must be a finite number above 0"),
         ({"damping": float("inf")}, "damping must be a finite number above 0"),
         ({"factor_dtype": torch.int32}, "factor_dtype must be None or a floating-point dtype"),
-        ({"factor_beta": 1.0}, "factor_beta must be at least 0 and below 1"),
+        ({"factor_beta": 1.1}, "factor_beta must be at least 0 and at most 1"),
+        ({"exponent": -1}, "exponent must be a number of at least 0"),
     ],
     ids=str,
 )

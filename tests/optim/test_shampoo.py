@@ -7,7 +7,17 @@ import torch
 from torch import Tensor, nn
 
 import isokron
-from naive import SHAPES, assert_follows, blocks, flat, gradients, power, times
+from naive import (
+    SHAPES,
+    assert_follows,
+    blocks,
+    flat,
+    folded,
+    gradients,
+    hat,
+    power,
+    times,
+)
 
 EVERY, START, BETAS, FACTOR_BETA, EPS = 3, 5, (0.9, 0.99), 0.9, 1e-3
 
@@ -19,6 +29,8 @@ def naive_shampoo(
     kl: bool = False,
     graft: str | None = None,
     unit: bool = False,
+    beta2: float = BETAS[1],
+    correct: bool = True,
 ) -> list[Tensor]:
     shape = grads[0].shape
     order = len(shape)
@@ -32,22 +44,20 @@ def naive_shampoo(
             for j in range(order):
                 x = times(x, root[j], j) if kl and j != i else x
             scale = shape[i] / g.numel() if kl else 1
-            cov[i] = (
-                beta * cov[i] + scale * (1 - beta if beta < 1 else 1) * flat(x, i) @ flat(x, i).T
-            )
+            cov[i] = folded(cov[i], scale * flat(x, i) @ flat(x, i).T, beta)
         if t == START or (t > START and t % EVERY == 0):
             for i in range(order):
-                hat = cov[i] / (1 - beta**t) if beta < 1 else cov[i]
-                eps = EPS * hat.diagonal().mean() if unit else EPS
-                root[i] = power(hat + eps * torch.eye(shape[i]), -1 / p)
+                known = hat(cov[i], beta, t, correct)
+                eps = EPS * known.diagonal().mean() if unit else EPS
+                root[i] = power(known + eps * torch.eye(shape[i]), -1 / p)
         m = BETAS[0] * m + (1 - BETAS[0]) * g
-        v = BETAS[1] * v + (1 - BETAS[1]) * g * g
-        mean = m / (1 - BETAS[0] ** t)
+        v = folded(v, g * g, beta2)
+        mean = hat(m, BETAS[0], t, correct)
         update = mean
         for i in range(order):
             update = times(update, root[i], i)
         if graft == "adam":
-            simple = mean / ((v / (1 - BETAS[1] ** t)).sqrt() + 1e-8)
+            simple = mean / (hat(v, beta2, t, correct).sqrt() + 1e-8)
             update = simple if t < START else update * simple.norm() / update.norm()
         updates.append(update)
     return updates
@@ -68,6 +78,14 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "eigen": ({"form": "eigen"}, {}),
     "adagrad": ({"factor_beta": 1.0}, {"beta": 1.0}),
     "half": ({"exponent": 2}, {"exponent": 2}),
+    "biased": (
+        {"use_bias_correction": False, "graft": "adam"},
+        {"correct": False, "graft": "adam"},
+    ),
+    "all sums": (
+        {"betas": (0.9, 1.0), "factor_beta": 1.0, "graft": "adam"},
+        {"beta2": 1.0, "beta": 1.0, "graft": "adam"},
+    ),
     "kl": ({"statistic": "kl"}, {"kl": True}),
     "kl eigen": ({"statistic": "kl", "form": "eigen"}, {"kl": True}),
     "grafted": ({"graft": "adam"}, {"graft": "adam"}),

@@ -8,12 +8,19 @@ from torch import Tensor, nn
 
 import isokron
 from isokron.linalg import follow, offdiagonal
-from naive import SHAPES, assert_follows, flat, gradients, times
+from naive import SHAPES, assert_follows, flat, folded, gradients, hat, times
 
 EVERY, START, BETAS, FACTOR_BETA = 3, 6, (0.9, 0.99), 0.9
 
 
-def naive_soap(grads: list[Tensor], qr: bool = True, sides: tuple[int, ...] | None = None) -> Any:
+def naive_soap(
+    grads: list[Tensor],
+    qr: bool = True,
+    sides: tuple[int, ...] | None = None,
+    beta2: float = BETAS[1],
+    beta: float = FACTOR_BETA,
+    correct: bool = True,
+) -> Any:
     """Adam in the basis; the moment is kept outside of it, the variances turn with it."""
     shape = grads[0].shape
     sides = tuple(range(len(shape))) if sides is None else sides
@@ -22,7 +29,7 @@ def naive_soap(grads: list[Tensor], qr: bool = True, sides: tuple[int, ...] | No
     m, v, updates, started = torch.zeros_like(grads[0]), torch.zeros_like(grads[0]), [], False
     for t, g in enumerate(grads, start=1):
         for i in sides:
-            cov[i] = FACTOR_BETA * cov[i] + (1 - FACTOR_BETA) * flat(g, i) @ flat(g, i).T
+            cov[i] = folded(cov[i], flat(g, i) @ flat(g, i).T, beta)
         if t == START or (t > START and t % EVERY == 0):
             for i in sides:
                 if qr and started:
@@ -37,11 +44,11 @@ def naive_soap(grads: list[Tensor], qr: bool = True, sides: tuple[int, ...] | No
         for i in sides:
             turned = times(turned, basis[i].T, i)
         m = BETAS[0] * m + (1 - BETAS[0]) * g
-        v = BETAS[1] * v + (1 - BETAS[1]) * turned**2
-        update = m / (1 - BETAS[0] ** t)
+        v = folded(v, turned**2, beta2)
+        update = hat(m, BETAS[0], t, correct)
         for i in sides:
             update = times(update, basis[i].T, i)
-        update = update / ((v / (1 - BETAS[1] ** t)).sqrt() + 1e-8)
+        update = update / (hat(v, beta2, t, correct).sqrt() + 1e-8)
         for i in sides:
             update = times(update, basis[i], i)
         updates.append(update)
@@ -67,6 +74,39 @@ def test_soap_follows_the_naive_version(shape: tuple[int, ...], basis: str) -> N
         **SETTINGS,
         basis=basis,
     )
+
+
+VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "biased": ({"use_bias_correction": False}, {"correct": False}),
+    "sums": ({"betas": (0.9, 1.0), "factor_beta": None}, {"beta2": 1.0, "beta": 1.0}),
+    "sum of squares": ({"betas": (0.9, 1.0)}, {"beta2": 1.0}),
+    "sums in factors": ({"factor_beta": 1.0}, {"beta": 1.0}),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_sums_and_biased_means_follow_the_naive_version(
+    shape: tuple[int, ...], variant: str
+) -> None:
+    own, theirs = VARIANTS[variant]
+    settings = {**SETTINGS, **own}
+    assert_follows(
+        isokron.SOAP, lambda grads: naive_soap(grads, **theirs), gradients(shape, 20), **settings
+    )
+
+
+def test_what_goes_to_adamw_cannot_sum() -> None:
+    weight, bias = nn.Parameter(torch.zeros(3, 4)), nn.Parameter(torch.zeros(3))
+    with pytest.raises(ValueError, match=r"betas\[1\] must be below 1 for AdamW.*vectors=True"):
+        isokron.SOAP([weight, bias], betas=(0.9, 1.0))
+    isokron.SOAP([weight, bias], betas=(0.9, 1.0), vectors=True)
+    with pytest.raises(ValueError, match=r"betas must be two numbers in \[0, 1\), got"):
+        isokron.Muon([weight], betas=(0.9, 1.0))
+    with pytest.raises(ValueError, match="the second at most 1"):
+        isokron.SOAP([weight], betas=(1.0, 1.0))
+    with pytest.raises(ValueError, match="use_bias_correction must be True for AdamW"):
+        isokron.AdamW([weight], use_bias_correction=False)
 
 
 @pytest.mark.parametrize(("shape", "sides"), [((3, 8), (0,)), ((8, 3), (1,)), ((8, 9), ())])
@@ -156,7 +196,7 @@ def test_variances_turn_with_the_basis_and_keep_their_sum() -> None:
     ("settings", "message"),
     [
         ({"basis": "svd"}, "basis must be one of"),
-        ({"factor_beta": 1.0}, "factor_beta must be at least 0 and below 1"),
+        ({"factor_beta": 1.1}, "factor_beta must be at least 0 and at most 1"),
         ({"max_dim": 0}, "max_dim must be"),
         ({"every": 0}, "every must be"),
         ({"tolerance": -1.0}, "tolerance must be a finite number at least 0"),

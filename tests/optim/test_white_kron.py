@@ -89,6 +89,15 @@ def test_normalize_divides_the_momentum_by_its_norm(kind: str, shape: tuple[int,
         assert apart(ours, naive.direction(grad.numpy())) < 1e-6, t
 
 
+@both
+def test_without_bias_correction_the_momentum_is_whitened_as_it_is(kind: str) -> None:
+    grads = gradients((12, 8), 1)
+    settings: dict[str, Any] = {"noise_scale": 0.0}
+    biased = directions(METHODS[kind], grads, use_bias_correction=False, **settings)
+    plain = directions(METHODS[kind], 0.05 * grads, momentum=0.0, **settings)
+    assert apart(biased[0], plain[0]) < 1e-9
+
+
 def test_stacked_layers_are_normalized_one_by_one() -> None:
     grads = gradients((3, 20, 17), 4)
     grads = grads * torch.tensor([1.0, 30.0, 0.1]).view(1, 3, 1, 1)

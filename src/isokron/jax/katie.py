@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from isokron.exponents import Exponent, exponents
 from isokron.jax.checks import check_choice
 from isokron.jax.descent import descend
 from isokron.jax.grafting import graft as grafted
@@ -34,6 +35,7 @@ def scale_by_katie(
     betas: tuple[float, float] = (0.9, 0.95),
     factor_beta: float = 0.95,
     damping: float = 1e-2,
+    exponent: Exponent | Static = Static(2),
     form: str = "sequential",
     statistic: str = "correlation",
     factor_dtype: Any = None,
@@ -53,7 +55,7 @@ def scale_by_katie(
     beta3: float | None = None,
     eps: float = 1e-8,
 ) -> optax.GradientTransformationExtraArgs:
-    """Δ = (M̂ ⊘ S) ×_i (K̂_i + λI)^(−½), scaled to the norm of M̂ ⊘ S; S = √V̂ + ε.
+    """Δ = (M̂ ⊘ S) ×_i (K̂_i + λI)^(−1/p), scaled to the norm of M̂ ⊘ S; S = √V̂ + ε.
 
     The arguments are those of isokron.Katie; see docs/jax.md. `stacked` may be a tree of numbers.
     """
@@ -62,6 +64,8 @@ def scale_by_katie(
     check_choice("statistic", group["statistic"], ("correlation", "raw"))
     check_factors(group)
     check_above_zero("damping", group["damping"])
+    for order in range(1, 5):
+        exponents(group, order)
     return scale_by_preconditioned(KATIE, group)
 
 
@@ -71,6 +75,7 @@ def katie(
     betas: tuple[float, float] = (0.9, 0.95),
     factor_beta: float = 0.95,
     damping: float = 1e-2,
+    exponent: Exponent | Static = Static(2),
     form: str = "sequential",
     statistic: str = "correlation",
     factor_dtype: Any = None,
@@ -100,7 +105,8 @@ def katie(
 
 
 def _init(rows: int, shape: tuple[int, ...], dtype: Any, group: Group) -> State:
-    sides = preconditioned_sides(shape, group)
+    powers = exponents(group, len(shape))
+    sides = [i for i in preconditioned_sides(shape, group) if powers[i]]
     return {
         "variance": jnp.zeros((rows, *shape), dtype),
         **zero_covariances(rows, shape, sides, dtype, group),
@@ -120,8 +126,11 @@ def _observe(grad: jax.Array, state: State, step: jax.Array, group: Group) -> St
 
 
 def _refresh(state: State, order: int, step: jax.Array, group: Group) -> State:
-    covs = {f"root.{i}": debiased(state, i, group["factor_beta"], step) for i in sides_of(state)}
-    return {key: inverse_root(cov, 2.0, group["damping"]) for key, cov in covs.items()}
+    powers, fresh = exponents(group, order), {}
+    for i in sides_of(state):
+        cov = debiased(state, i, group["factor_beta"], step)
+        fresh[f"root.{i}"] = inverse_root(cov, powers[i], group["damping"])
+    return fresh
 
 
 def _direction(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from isokron.linalg import gram_, unfold
 from isokron.optim.blocks import Batch
-from isokron.optim.moments import bias
+from isokron.optim.moments import corrected
 
 
 def preconditioned_sides(batch: Batch, group: Mapping[str, Any]) -> list[int]:
@@ -37,12 +37,11 @@ def observe_side_(cov: Tensor, x: Tensor, side: int, beta: float, scale: float =
     gram_(cov, unfold(x.to(cov.dtype), side), beta, weight)
 
 
-def debiased(state: Mapping[str, Tensor], side: int, beta: float) -> Tensor:
+def debiased(
+    state: Mapping[str, Tensor], side: int, beta: float, group: Mapping[str, Any]
+) -> Tensor:
     """F̂ = F/(1−βᵗ), on and below the diagonal. [B, d, d]"""
-    cov = state[f"cov.{side}"]
-    if beta == 1:
-        return cov
-    return cov / bias(beta, state["step"].reshape(-1, 1, 1)).to(cov.dtype)
+    return corrected(state[f"cov.{side}"], beta, state, group)
 
 
 def known_only(fresh: Tensor, key: str, state: Mapping[str, Tensor]) -> Tensor:

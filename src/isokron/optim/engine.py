@@ -29,6 +29,7 @@ from isokron.optim import checkpoint
 from isokron.optim.blocks import Batch, Block, Observed, cut_blocks, is_matrix
 from isokron.optim.checks import check_kinds, check_sums, gradient_sums
 from isokron.optim.groups import (
+    check_adamw,
     check_group,
     check_method,
     check_param,
@@ -175,7 +176,7 @@ class Preconditioned(torch.optim.Optimizer):
         if isinstance(group["lr"], Tensor):
             group["lr"] = group["lr"].clone()  # groups that share it would all scale it in turn
         try:
-            check_group(type(self).__name__, group)
+            check_group(type(self).__name__, group, sums=self.heavy_ball)
             check_method(type(self), group)
             self.check(group)
             if len(set(group["params"])) < len(group["params"]):
@@ -185,7 +186,10 @@ class Preconditioned(torch.optim.Optimizer):
                 )
             parts = self.elementwise or group["route"] == "adamw"
             for i, param in enumerate(group["params"]):
-                check_param(type(self).__name__, param_name(group, i), param, group, parts)
+                name = param_name(group, i)
+                check_param(type(self).__name__, name, param, group, parts)
+                if not self.takes(param, group):
+                    check_adamw(type(self).__name__, name, group)
         except Exception:
             self.param_groups.pop()
             raise

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from isokron.linalg import sent
-from isokron.optim.moments import bias
+from isokron.optim.moments import corrected, second_moment_
 
 TINY = 1e-100  # only keeps a zero direction from dividing by zero
 
@@ -20,7 +20,8 @@ def graft_direction(
 ) -> Tensor:
     """D = m for SGD, else m / (√v + ε): AdaGrad's sum, RMSprop's mean, Adam's debiased mean.
 
-    `state["graft"]` holds v and is updated in place. All: [B, ...].
+    `state["graft"]` holds v and is updated in place; β₂ = 1 makes all of them AdaGrad's sum. All:
+    [B, ...].
     """
     kind = group["graft"]
     if kind == "sgd":
@@ -29,9 +30,9 @@ def graft_direction(
     if kind == "adagrad":
         second.addcmul_(grad, grad)
     else:
-        second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        second_moment_(second, grad, beta2)
     if kind == "adam":
-        second = second / bias(beta2, state["step"])
+        second = corrected(second, beta2, state, group)
     return moment / (second.sqrt() + group["eps"])
 
 

@@ -43,6 +43,7 @@ PEERS: dict[str, tuple[str, ...]] = {
     "graft_type": ("graft",),
     "momentum_decay": ("momentum",),
     "use_nesterov": ("nesterov",),
+    "correct_bias": ("use_bias_correction",),
     "normalize_grads": ("normalize",),
     "ns_steps": ("steps",),
     "ns_coefficients": ("coefficients",),
@@ -90,8 +91,11 @@ def param_name(group: Mapping[str, Any], i: int) -> str:
     return repr(names[i]) if names else f"number {i} of shape {tuple(group['params'][i].shape)}"
 
 
-def check_group(optimizer: str, group: Mapping[str, Any]) -> None:
-    """Raise one ValueError that names the argument, the rule, the value and the remedy."""
+def check_group(optimizer: str, group: Mapping[str, Any], sums: bool = False) -> None:
+    """Raise one ValueError that names the argument, the rule, the value and the remedy.
+
+    `sums`: whether betas[1] may be 1, at which squares are summed.
+    """
 
     def need(ok: bool, name: str, rule: str) -> None:
         if not ok:
@@ -108,14 +112,28 @@ def check_group(optimizer: str, group: Mapping[str, Any]) -> None:
     betas = group["betas"]
     pair = isinstance(betas, Sequence) and len(betas) == 2
     numbers = pair and not any(isinstance(beta, Tensor) for beta in betas)
-    need(numbers and all(0 <= _scalar(b) < 1 for b in betas), "betas", "two numbers in [0, 1)")
+    fine = numbers and 0 <= _scalar(betas[0]) < 1
+    fine = fine and (0 <= _scalar(betas[1]) < 1 or (sums and betas[1] == 1))
+    need(
+        fine,
+        "betas",
+        "two numbers in [0, 1), the second at most 1" if sums else "two numbers in [0, 1)",
+    )
     for name, choices in CHOICES.items():
         need(group[name] in choices, name, f"one of {', '.join(map(repr, choices))}")
     for name, least in LEAST.items():
         need(_whole(group[name], least), name, f"a whole number of at least {least}")
     for name in ("start", "max_dim"):
         need(group[name] is None or _whole(group[name], 1), name, "None or a whole number above 0")
-    for name in ("vectors", "stagger", "nesterov", "maximize", "amsgrad", "flat"):
+    for name in (
+        "vectors",
+        "stagger",
+        "nesterov",
+        "use_bias_correction",
+        "maximize",
+        "amsgrad",
+        "flat",
+    ):
         need(isinstance(group[name], bool), name, "True or False")
     if wrong := check_cadence(group):
         need(False, "delay", wrong)
@@ -145,6 +163,11 @@ def check_method(method: Any, group: Mapping[str, Any]) -> None:
         rule = f"{off} here; Shampoo, SOAP and Katie have it"
         need(method.heavy_ball or group[name] == off, name, rule)
     need(
+        group["use_bias_correction"] or not method.elementwise,
+        "use_bias_correction",
+        "True for AdamW, which always corrects bias",
+    )
+    need(
         not (group["vectors"] and method.order == 2),
         "vectors",
         "False for a method of matrices; vectors go to AdamW",
@@ -165,12 +188,13 @@ def check_number(optimizer: str, name: str, value: Any, rule: str = "at least 0"
         )
 
 
-def check_factors(optimizer: str, group: Mapping[str, Any], most: float | None = None) -> None:
-    """What methods with one factor a dimension have in common; `most`: whether β may be 1."""
+def check_factors(optimizer: str, group: Mapping[str, Any]) -> None:
+    """What methods with one factor a dimension have in common."""
     beta, dtype = group["factor_beta"], group["factor_dtype"]
-    if beta is not None and not (0 <= _scalar(beta) < 1 or beta == most):
-        rule = "at least 0 and below 1" if most is None else "at least 0 and at most 1"
-        raise ValueError(f"{optimizer}: factor_beta must be {rule}, got factor_beta={beta!r}")
+    if beta is not None and not 0 <= _scalar(beta) <= 1:
+        raise ValueError(
+            f"{optimizer}: factor_beta must be at least 0 and at most 1, got factor_beta={beta!r}"
+        )
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(
             f"{optimizer}: factor_dtype must be None or a floating-point dtype, got {dtype!r}"
@@ -209,6 +233,15 @@ def _meant(name: str, known: Sequence[str], cutoff: float) -> str:
     peers = [each for each in PEERS.get(name, ()) if each in known]
     close = peers or difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
     return f"did you mean {' or '.join(map(repr, close))}?" if close else ""
+
+
+def check_adamw(optimizer: str, name: str, group: Mapping[str, Any]) -> None:
+    """Refuse settings that AdamW, to which this parameter goes, has no kernel for."""
+    if group["betas"][1] == 1:
+        raise ValueError(
+            f"{optimizer}: betas[1] must be below 1 for AdamW, which steps parameter {name}; give "
+            "it a group with other betas, or pass vectors=True"
+        )
 
 
 def check_param(

@@ -7,6 +7,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
+from isokron.exponents import Exponent, exponents
 from isokron.linalg import inverse_root
 from isokron.operators import Dense, Identity, Kron, ScaledKron
 from isokron.optim.blocks import Batch
@@ -21,7 +22,7 @@ from isokron.optim.covariances import (
 from isokron.optim.engine import Params, Preconditioned
 from isokron.optim.grafting import graft
 from isokron.optim.groups import check_factors, check_number
-from isokron.optim.moments import bias
+from isokron.optim.moments import corrected, second_moment_
 from isokron.optim.settings import HeavyBall
 
 FORMS = ("sequential", "symmetric")
@@ -29,19 +30,21 @@ STATISTICS = ("correlation", "raw")
 
 
 class Katie(Preconditioned):
-    """Δ = (M̂ ⊘ S) ×_i (K̂_i + λI)^(−½), scaled to the norm of M̂ ⊘ S; S = √V̂ + ε.
+    """Δ = (M̂ ⊘ S) ×_i (K̂_i + λI)^(−1/p), scaled to the norm of M̂ ⊘ S; S = √V̂ + ε.
 
     The gradient's covariance is taken for D^½ K D^½: V, at rate betas[1], estimates its variances
     D, and K_i, at rate `factor_beta`, the correlations of Z = G ⊘ S along dimension i. Their mean
-    eigenvalue is about one, so `damping` λ has no unit. `form`: "symmetric" divides by √S before
-    and after, which makes the operator positive definite. `statistic`: "raw" takes the factors from
-    G itself and so counts its scale twice; it is there to compare with. `shared`: docs/engine.md.
+    eigenvalue is about one, so `damping` λ has no unit. A rate of 1 sums as AdaGrad does; Z then
+    divides by the root of the mean of squares. `exponent`: p, as of Shampoo. `form`: "symmetric"
+    divides by √S before and after, which makes the operator positive definite. `statistic`: "raw"
+    takes the factors from G itself and so counts its scale twice; it is there to compare with.
+    `shared`: docs/engine.md.
     """
 
     heavy_ball = True
     squares = True
     operator = ("root",)
-    shaping = ("factor_dtype",)
+    shaping = ("exponent", "factor_dtype")
 
     def __init__(
         self,
@@ -51,6 +54,7 @@ class Katie(Preconditioned):
         betas: tuple[float, float] = (0.9, 0.95),
         factor_beta: float = 0.95,
         damping: float = 1e-2,
+        exponent: Exponent = 2,
         form: str = "sequential",
         statistic: str = "correlation",
         factor_dtype: torch.dtype | None = None,
@@ -67,6 +71,7 @@ class Katie(Preconditioned):
             betas=betas,
             factor_beta=factor_beta,
             damping=damping,
+            exponent=exponent,
             form=form,
             statistic=statistic,
             factor_dtype=factor_dtype,
@@ -84,9 +89,12 @@ class Katie(Preconditioned):
                 raise ValueError(f"Katie: {name} must be one of {choices}, got {group[name]!r}")
         check_factors("Katie", group)
         check_number("Katie", "damping", group["damping"], "above 0")
+        for order in range(1, 5):
+            exponents(group, order)
 
     def init_state(self, batch: Batch, group: Mapping[str, Any]) -> dict[str, Tensor]:
-        sides = preconditioned_sides(batch, group)
+        powers = exponents(group, len(batch.shape))
+        sides = [i for i in preconditioned_sides(batch, group) if powers[i]]
         return {
             "variance": batch.zeros(),
             **zero_covariances(batch, sides, group["factor_dtype"]),
@@ -95,17 +103,19 @@ class Katie(Preconditioned):
 
     def observe(self, grad: Tensor, state: dict[str, Tensor], group: Mapping[str, Any]) -> None:
         beta = group["betas"][1]
-        state["variance"].mul_(beta).addcmul_(grad, grad, value=1 - beta)
-        seen = grad / _deviation(state, group) if group["statistic"] == "correlation" else grad
+        second_moment_(state["variance"], grad, beta)
+        raw = group["statistic"] == "raw"
+        seen = grad if raw else grad / _deviation(state, group, mean=True)
         for i in sides_of(state):
             scale = grad.size(i + 1) / prod(grad.shape[1:])
             observe_side_(state[f"cov.{i}"], seen, i, group["factor_beta"], scale)
 
     def refresh(self, state: dict[str, Tensor], group: Mapping[str, Any]) -> dict[str, Tensor]:
-        beta, damping = group["factor_beta"], group["damping"]
-        covs = {f"root.{i}": debiased(state, i, beta) for i in sides_of(state)}
-        roots = {key: inverse_root(cov, 2.0, damping) for key, cov in covs.items()}
-        return {key: known_only(root, key, state) for key, root in roots.items()}
+        powers, fresh = exponents(group, state["step"].ndim - 1), {}
+        for i in sides_of(state):
+            cov = debiased(state, i, group["factor_beta"], group)
+            fresh[f"root.{i}"] = inverse_root(cov, powers[i], group["damping"])
+        return {key: known_only(root, key, state) for key, root in fresh.items()}
 
     def direction(
         self, moment: Tensor, state: dict[str, Tensor], group: Mapping[str, Any]
@@ -126,8 +136,11 @@ class Katie(Preconditioned):
         return graft(white, adam)
 
 
-def _deviation(state: Mapping[str, Tensor], group: Mapping[str, Any]) -> Tensor:
-    """S = √V̂ + ε. [B, ...]"""
-    variance = state["variance"] / bias(group["betas"][1], state["step"])
+def _deviation(state: Mapping[str, Tensor], group: Mapping[str, Any], mean: bool = False) -> Tensor:
+    """S = √V̂ + ε; `mean`: of a sum, that of V/t. [B, ...]"""
+    beta = group["betas"][1]
+    variance = corrected(state["variance"], beta, state, group)
+    if mean and beta == 1:  # else Z, and with it K, would fade
+        variance = variance / state["step"]
     # without ε, an entry that has never had a gradient would be 0/0
-    return variance.sqrt_().add_(group["eps"] or torch.finfo(variance.dtype).tiny)
+    return variance.sqrt().add_(group["eps"] or torch.finfo(variance.dtype).tiny)

@@ -16,6 +16,25 @@ def bias(beta: float, step: Tensor) -> Tensor:
     return -torch.expm1(step * math.log(beta)) if beta > 0 else torch.ones_like(step)
 
 
+def second_moment_(mean: Tensor, x: Tensor, beta: float) -> None:
+    """V ← βV + (1−β)X², in place; AdaGrad's sum V ← V + X² at β = 1."""
+    mean.mul_(beta).addcmul_(x, x, value=1 - beta if beta < 1 else 1.0)
+
+
+def corrected(
+    mean: Tensor, beta: float, state: Mapping[str, Tensor], group: Mapping[str, Any]
+) -> Tensor:
+    """V̂ = V/(1−βᵗ); V itself where it is a sum, or where bias is not to be corrected."""
+    if beta == 1 or not group["use_bias_correction"]:
+        return mean
+    return mean / bias(beta, state["step"].view(-1, *[1] * (mean.ndim - 1))).to(mean.dtype)
+
+
+def counted(state: Mapping[str, Tensor], group: Mapping[str, Any]) -> Tensor | None:
+    """The steps by which first moments are debiased; None where they are not to be."""
+    return state["step"] if group["use_bias_correction"] else None
+
+
 def first_moment_(
     mean: Tensor, grad: Tensor, beta: float, nesterov: bool, step: Tensor | None
 ) -> Tensor:
@@ -26,10 +45,14 @@ def first_moment_(
     return moment if step is None else moment / bias(beta, step + 1 if nesterov else step)
 
 
-def filtered_(mean: Tensor, grad: Tensor, beta: float, beta3: float, step: Tensor) -> Tensor:
-    """f = β₃M + (1−β₃)G, debiased by 1 − β₃β₁ᵗ⁻¹; then M ← β₁M + (1−β₁)G. β₃ = β₁: Adam's mean."""
+def filtered_(mean: Tensor, grad: Tensor, beta: float, beta3: float, step: Tensor | None) -> Tensor:
+    """f = β₃M + (1−β₃)G, debiased by 1 − β₃β₁ᵗ⁻¹ where `step` is given; then M ← β₁M + (1−β₁)G.
+
+    β₃ = β₁: Adam's mean."""
     mixed = mean.lerp(grad, 1 - beta3)
     mean.lerp_(grad, 1 - beta)
+    if step is None:
+        return mixed
     weight = 1 - beta3 * torch.pow(beta, step.double() - 1)  # in float32 off by 1e-5 near 1
     return mixed / weight.to(mixed.dtype)
 

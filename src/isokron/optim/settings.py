@@ -22,6 +22,9 @@ SHARED: dict[str, Any] = {
     "dampening": 0.0,  # of momentum that acts on the update
     "nesterov": False,
     "beta3": None,  # the first moment's rate for the newest gradient; as for the others by default
+    # whether means that start at zero are divided by 1 − βᵗ: moments, and factors of the method;
+    # AdamW, which steps the rest, always does it
+    "use_bias_correction": True,
     "graft": None,  # whose step length: "sgd", "adagrad", "rmsprop", "adam" or the method's own
     "graft_by": "block",  # lengths are compared by "block" or by "parameter"
     "every": 1,  # steps between refreshes
@@ -104,6 +107,7 @@ class Shared(AdamWShared, total=False):
 
     eps: float
     amsgrad: bool
+    use_bias_correction: bool
 
 
 class HeavyBall(Shared, total=False):

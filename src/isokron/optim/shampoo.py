@@ -92,7 +92,7 @@ class Shampoo(Preconditioned):
         for name, choices in (("form", FORMS), ("statistic", STATISTICS)):
             if group[name] not in choices:
                 raise ValueError(f"Shampoo: {name} must be one of {choices}, got {group[name]!r}")
-        check_factors("Shampoo", group, most=1.0)
+        check_factors("Shampoo", group)
         check_number("Shampoo", "tolerance", group["tolerance"])
         if group["tolerance"] and group["form"] != "eigen":
             raise ValueError(
@@ -140,7 +140,7 @@ class Shampoo(Preconditioned):
     def refresh(self, state: dict[str, Tensor], group: Mapping[str, Any]) -> dict[str, Tensor]:
         beta, fresh = group["factor_beta"], {}
         for i in sides_of(state):
-            cov = debiased(state, i, beta)
+            cov = debiased(state, i, beta, group)
             if group["form"] == "root":
                 root = exponents(group, state["step"].ndim - 1)[i]
                 solver, deficient = group["solver"], group["deficient"]

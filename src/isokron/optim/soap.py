@@ -19,7 +19,13 @@ from isokron.optim.covariances import (
 )
 from isokron.optim.engine import Params, Preconditioned
 from isokron.optim.groups import check_factors, check_number
-from isokron.optim.moments import bias, filtered_, first_moment_
+from isokron.optim.moments import (
+    corrected,
+    counted,
+    filtered_,
+    first_moment_,
+    second_moment_,
+)
 from isokron.optim.settings import HeavyBall
 
 BASES = ("qr", "eigh")
@@ -29,7 +35,8 @@ class SOAP(Preconditioned):
     """P = Q[(QᵀM̂) ⊘ (√Ê + ε)], E the second moment of QᵀG, Q the eigenbases of Shampoo's factors.
 
     The first moment is kept in the basis too: a step rotates the gradient there and the update
-    back, and nothing else. `factor_beta`: of the factors, betas[1] by default. `basis`: how it is
+    back, and nothing else. `factor_beta`: of the factors, betas[1] by default; 1, of either, sums
+    as AdaGrad does. `basis`: how it is
     refreshed after its first time, by one "qr" iteration or by "eigh". `tolerance`: a basis that
     diagonalises its factor to this relative error is left as it is. `graft`: with None, as SOAP was
     published, a gradient of low rank makes a short step. `shared`: see docs/engine.md.
@@ -133,12 +140,13 @@ class SOAP(Preconditioned):
         bases = [state.get(f"basis.{i}") for i in range(grad.ndim - 1)]
         eigen = KronEigen(tuple(bases), state["variance"])
         turned = eigen.rotate(grad)
-        state["variance"].mul_(beta2).addcmul_(turned, turned, value=1 - beta2)
-        deviation = (state["variance"] / bias(beta2, state["step"])).sqrt_().add_(group["eps"])
+        second_moment_(state["variance"], turned, beta2)
+        variance = corrected(state["variance"], beta2, state, group)
+        deviation, step = variance.sqrt().add_(group["eps"]), counted(state, group)
         if group["beta3"] is not None:
-            moment = filtered_(state["rotated"], turned, beta1, group["beta3"], state["step"])
+            moment = filtered_(state["rotated"], turned, beta1, group["beta3"], step)
         else:
-            moment = first_moment_(state["rotated"], turned, beta1, False, state["step"])
+            moment = first_moment_(state["rotated"], turned, beta1, False, step)
         return eigen.unrotate(moment / deviation)
 
 

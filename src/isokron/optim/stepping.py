@@ -10,7 +10,7 @@ from isokron.linalg import sent
 from isokron.optim.blocks import Batch, Observed
 from isokron.optim.cadence import unready
 from isokron.optim.grafting import graft, graft_direction
-from isokron.optim.moments import filtered_, first_moment_
+from isokron.optim.moments import counted, filtered_, first_moment_
 from isokron.optim.plan import Plan
 from isokron.optim.spectral import spectral_direction
 from isokron.optim.writing import Copies, Update, graft_by_parameter_, unowned, write_back
@@ -113,7 +113,7 @@ def _moment(
         return grad
     beta, beta3 = method.beta(group), group["beta3"]
     if method.heavy_ball and beta3 is not None:
-        return filtered_(state["momentum"], grad, beta, beta3, state["step"])
-    counted = state["step"] if method.debias or group["graft"] else None
+        return filtered_(state["momentum"], grad, beta, beta3, counted(state, group))
+    step = counted(state, group) if method.debias or group["graft"] else None
     ahead = group["nesterov"] and not method.heavy_ball
-    return first_moment_(state["momentum"], grad, beta, ahead, counted)
+    return first_moment_(state["momentum"], grad, beta, ahead, step)

@@ -14,7 +14,7 @@ from isokron.optim.blocks import Batch, Block, Observed, cut_blocks
 from isokron.optim.clipping import clip_by_layer_, normalized_by_layer
 from isokron.optim.engine import Params, Preconditioned
 from isokron.optim.groups import check_number
-from isokron.optim.moments import first_moment_
+from isokron.optim.moments import counted, first_moment_
 from isokron.optim.settings import Shared
 from isokron.optim.whitening import (
     Pull,
@@ -186,7 +186,7 @@ class WhiteKron(Preconditioned):
         seen = grad
         if "moment" in state:
             mean = state["moment"].to(grad.dtype)
-            step = state["step"]
+            step = counted(state, group)
             seen = first_moment_(mean, grad, group["momentum"], group["nesterov"], step)
             state["moment"].copy_(mean)  # the bias is taken off what is not rounded yet
         state["seen"] = seen
