@@ -1,6 +1,7 @@
 """Routing finds parameters by what they are: on models of several kinds, whatever their names."""
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -256,7 +257,7 @@ def test_overrides_go_by_name_pattern() -> None:
     )
     by_name = {name: group for group in groups for name, _ in group["params"]}
     assert by_name["router.weight"]["route"] == "adamw"
-    assert by_name["out.weight"]["route"] == "auto"
+    assert by_name["out.weight"]["route"] == "method"
     assert by_name["out.weight"]["lr_scale"] == by_name["out.bias"]["lr_scale"] == 0.5
     assert by_name["w"]["stacked"] == 1
     assert by_name["w"]["weight_decay"] == 0.3
@@ -293,5 +294,85 @@ def test_a_model_with_nothing_to_train_is_refused() -> None:
 def test_parameters_in_place_of_the_model_are_refused() -> None:
     with pytest.raises(TypeError, match=r"write isokron.param_groups\(model\)"):
         isokron.param_groups(nn.Linear(2, 2).parameters())
-    with pytest.raises(TypeError, match=r"Muon\(isokron.param_groups\(model\)\)"):
+    with pytest.raises(
+        TypeError, match=r"got a module; write Muon\(isokron.param_groups\(model\)\)$"
+    ):
         isokron.Muon(nn.Linear(2, 2))
+
+
+def stepped_by_adamw(shape: tuple[int, ...], **settings: Any) -> bool:
+    """Whether bare parameters of this shape go to AdamW; only then is there a warning."""
+    param = nn.Parameter(torch.empty(shape, device="meta"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer = isokron.SOAP([param], **settings)
+    taken = optimizer.takes(param, optimizer.param_groups[0])
+    assert len(caught) == (not taken)
+    return not taken
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(50257, 768), (32000, 4096), (512, 64), (8193, 8193), (4096, 16), (8, 4096), (8, 512, 1024)],
+    ids=str,
+)
+def test_bare_tables_go_to_adamw(shape: tuple[int, ...]) -> None:
+    assert stepped_by_adamw(shape)
+    assert not stepped_by_adamw(shape, route="method")
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (3072, 768),  # up projection, four times as wide
+        (768, 3072),
+        (2304, 768),  # fused query, key and value
+        (512, 512, 3, 3),
+        (64, 192, 3, 3),  # of a U-Net's decoder
+        (512, 512, 7, 7),
+        (64, 3, 7, 7),
+        (128, 8192),  # the one key head of multi-query attention
+        (1000, 2048),
+    ],
+    ids=str,
+)
+def test_bare_matrices_of_ordinary_layers_get_the_method(shape: tuple[int, ...]) -> None:
+    assert not stepped_by_adamw(shape)
+
+
+def test_the_limits_of_a_table_can_be_moved() -> None:
+    assert stepped_by_adamw((100, 80), max_rows=99)
+    assert not stepped_by_adamw((9000, 8000), max_rows=None)
+    assert not stepped_by_adamw((16, 9000, 8000), max_rows=None, stacked=1)
+    assert not stepped_by_adamw((512, 64), split=2)
+    with pytest.raises(ValueError, match="max_rows must be None or a whole number above 0"):
+        isokron.SOAP(nn.Linear(2, 2).parameters(), max_rows=0)
+
+
+def test_the_warning_names_tables_rule_and_remedies() -> None:
+    model = nn.Sequential(nn.Embedding(100, 4), nn.Linear(4, 4))
+    with pytest.warns(UserWarning, match="shaped like an embedding") as caught:
+        isokron.Quad(model.named_parameters())
+    (text,) = [str(warning.message) for warning in caught]
+    for part in ("'0.weight' (100, 4)", "max_rows=8192", "isokron.param_groups(model)", "'method'"):
+        assert part in text
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        isokron.AdamW(model.parameters())
+        isokron.SOAP(isokron.param_groups(nn.Sequential(nn.Linear(2, 99), nn.Linear(99, 3))))
+
+
+def test_a_bare_table_has_the_state_of_adamw() -> None:
+    model = nn.Sequential(nn.Embedding(100, 4), nn.Linear(4, 4))
+    with pytest.warns(UserWarning, match="shaped like an embedding"):
+        optimizer = isokron.Quad(model.parameters())  # takes vectors too
+    model(torch.arange(8)).square().sum().backward()
+    optimizer.step()
+    assert "exp_avg" in optimizer.state[model[0].weight]
+    assert "exp_avg" not in optimizer.state[model[1].weight]
+    assert "exp_avg" not in optimizer.state[model[1].bias]
+
+
+def test_the_name_of_another_method_is_no_route() -> None:
+    with pytest.raises(ValueError, match=r"got route='shampoo'; one optimizer has one method"):
+        isokron.SOAP(nn.Linear(2, 2).parameters(), route="shampoo")

@@ -42,6 +42,7 @@ from isokron.optim.plans import Plans
 from isokron.optim.refreshing import Refresher
 from isokron.optim.settings import SHARED
 from isokron.optim.stepping import step_blocks
+from isokron.optim.tables import check_route, is_table, warn_of_tables
 from isokron.optim.writing import Update
 
 logger = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ class Preconditioned(torch.optim.Optimizer):
         if isinstance(params, nn.Module):
             raise TypeError(
                 f"{type(self).__name__} takes parameters, got a module; write "
-                f"{type(self).__name__}(isokron.param_groups(model)) or pass model.parameters()"
+                f"{type(self).__name__}(isokron.param_groups(model))"
             )
         check_settings(type(self), settings)
         self._plans = Plans()
@@ -144,8 +145,9 @@ class Preconditioned(torch.optim.Optimizer):
         """Whether the method steps this parameter; what it does not take goes to AdamW."""
         if group["route"] == "adamw":
             return False
-        vector = group["vectors"] and group["route"] == "auto" and param.numel() > 1
-        return vector or is_matrix(param.shape, group["stacked"])
+        if is_matrix(param.shape, group["stacked"]):
+            return group["route"] != "auto" or not is_table(param.shape, group)
+        return group["vectors"] and group["route"] != "spectral" and param.numel() > 1
 
     def check(self, group: Mapping[str, Any]) -> None:
         """Raise a ValueError for settings of the method's own that cannot be right."""
@@ -176,6 +178,7 @@ class Preconditioned(torch.optim.Optimizer):
         if isinstance(group["lr"], Tensor):
             group["lr"] = group["lr"].clone()  # groups that share it would all scale it in turn
         try:
+            check_route(type(self).__name__, group)
             check_group(type(self).__name__, group, sums=self.heavy_ball)
             check_method(type(self), group)
             self.check(group)
@@ -193,6 +196,7 @@ class Preconditioned(torch.optim.Optimizer):
         except Exception:
             self.param_groups.pop()
             raise
+        warn_of_tables(self, group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

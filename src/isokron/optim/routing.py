@@ -12,8 +12,8 @@ from isokron.cutting import is_matrix
 from isokron.optim.kinds import find_kinds, find_owners, in_layer, matrices_within
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "matrices": {"route": "auto"},
-    "adapters": {"route": "auto"},
+    "matrices": {"route": "method"},
+    "adapters": {"route": "method"},
     "embeddings": {"route": "adamw"},
     "heads": {"route": "adamw"},
     "filters": {"route": "adamw"},
@@ -85,13 +85,13 @@ def param_groups(
                     f"param_groups: method matches {name!r} of shape {tuple(param.shape)}, "
                     "which is not a matrix; only matrices can get the method"
                 )
-            settings["route"] = "auto"
+            settings["route"] = "method"
         elif name in to_adamw:
             settings["route"] = "adamw"
         settings |= {key: found[name] for key, found in overrides.items() if name in found}
         told = name in to_method or "stacked" in settings or "split" in settings
         clear = told or kind != "matrices" or in_layer(owners[param])
-        if settings["route"] == "auto" and not clear:
+        if settings["route"] == "method" and not clear:
             raw[name] = param
         if settings["route"] == "adamw":  # AdamW works element by element
             for key in ("stacked", "split", "split_dim"):

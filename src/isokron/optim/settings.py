@@ -7,9 +7,11 @@ import torch
 # Every group carries these; an optimizer's own arguments override them and add to them.
 SHARED: dict[str, Any] = {
     "lr_scale": 1.0,  # the group's factor on the one schedule of all groups
-    # who steps: "auto": matrices get the method, the rest AdamW; "adamw": all AdamW; "spectral":
-    # matrices get the polar factor of their moment, which is Muon's direction, the rest AdamW
+    # who steps: "method": matrices get the method, the rest AdamW; "auto": the same, but matrices
+    # shaped as tables go to AdamW; "adamw": all AdamW; "spectral": matrices get the polar factor of
+    # their moment, which is Muon's direction, the rest AdamW
     "route": "auto",
+    "max_rows": 8192,  # of "auto": a matrix of more rows is a table; None: no limit
     "vectors": False,  # whether the method takes vectors too
     "stacked": 0,  # leading dimensions that count matrices, as in [experts, m, n]
     "split": None,  # parts of a fused projection: sizes, or a number of equal parts
@@ -47,7 +49,7 @@ SHARED: dict[str, Any] = {
 }
 
 CHOICES: dict[str, tuple[Any, ...]] = {
-    "route": ("auto", "adamw", "spectral"),
+    "route": ("auto", "method", "adamw", "spectral"),
     "oversize": ("cut", "identity"),
     "decay": ("decoupled", "corrected", "l2"),
     "graft": (None, "sgd", "adagrad", "rmsprop", "adam"),
@@ -60,6 +62,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 # what the blocks and the state of a group depend on; changing one makes a new plan
 LAYOUT = (
     "route",
+    "max_rows",
     "vectors",
     "stacked",
     "split",
@@ -81,7 +84,8 @@ class AdamWShared(TypedDict, total=False):
     """The shared settings that AdamW's constructor takes besides its own; see docs/engine.md."""
 
     lr_scale: float
-    route: Literal["auto", "adamw", "spectral"]
+    route: Literal["auto", "method", "adamw", "spectral"]
+    max_rows: int | None
     vectors: bool
     stacked: int
     split: tuple[int, ...] | int | None

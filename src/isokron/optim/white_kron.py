@@ -152,7 +152,8 @@ class WhiteKron(Preconditioned):
 
     def takes(self, param: Tensor, group: Mapping[str, Any]) -> bool:
         """Vectors and scalars too, which have a diagonal factor."""
-        return super().takes(param, group) or (group["vectors"] and group["route"] == "auto")
+        scalar = group["vectors"] and group["route"] in ("auto", "method") and param.numel() <= 1
+        return scalar or super().takes(param, group)
 
     def cut(self, shape: Sequence[int], group: Mapping[str, Any]) -> list[Block]:
         """Vectors whole; matrices in blocks, but for sides too large to have a dense factor."""
