@@ -24,10 +24,12 @@ LAYERS = (
 def find_kinds(model: nn.Module, owners: Mapping[Tensor, list[nn.Module]]) -> dict[Tensor, str]:
     """What every parameter is: matrices, adapters, embeddings, heads, filters, norms, vectors."""
     pairs = _adapters(model)
-    heads = _heads(model, set(pairs))
+    heads = _heads(model, pairs)
 
     def kind(param: Tensor) -> str:
         mine = owners[param]
+        if param in pairs:
+            return "adapters"
         if any(isinstance(module, EMBEDDINGS) for module in mine):
             return "embeddings"
         if any(isinstance(module, NORMS) for module in mine):
@@ -40,10 +42,7 @@ def find_kinds(model: nn.Module, owners: Mapping[Tensor, list[nn.Module]]) -> di
             return "filters"
         return "matrices"
 
-    kinds = {param: kind(param) for param in owners}
-    for param, base in pairs.items():
-        kinds[param] = kinds[base] if kinds[base] in ("embeddings", "heads") else "adapters"
-    return kinds
+    return {param: kind(param) for param in owners}
 
 
 def find_owners(model: nn.Module) -> dict[Tensor, list[nn.Module]]:
@@ -123,21 +122,21 @@ def _likeness(module: nn.Module) -> tuple[type, list[torch.Size]]:
     return type(module), [param.shape for param in module.parameters()]
 
 
-def _adapters(model: nn.Module) -> dict[Tensor, Tensor]:
+def _adapters(model: nn.Module) -> set[Tensor]:
     """LoRA pairs: trainable [r, n] and [m, r], r < min(m, n), beside a frozen weight [m, n].
 
     They are looked for in the module that holds the weight (or its wrapper) and in its containers
-    of adapters, each mapped to the weight they adapt.
+    of adapters.
     """
-    found: dict[Tensor, Tensor] = {}
+    pairs: set[Tensor] = set()
     for module in model.modules():
         near = _nearby(module)
         trained = [param for param in near if param.requires_grad]
         for base in (param for param in near if not param.requires_grad):
             for down, up in itertools.permutations(trained, 2):
                 if _is_pair(base, down, up):
-                    found[down] = found[up] = base
-    return found
+                    pairs |= {down, up}
+    return pairs
 
 
 def _nearby(module: nn.Module) -> list[Tensor]:

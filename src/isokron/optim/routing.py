@@ -13,7 +13,7 @@ from isokron.optim.kinds import find_kinds, find_owners, in_layer, matrices_with
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "matrices": {"route": "method"},
-    "adapters": {"route": "method"},
+    "adapters": {"route": "adamw"},
     "embeddings": {"route": "adamw"},
     "heads": {"route": "adamw"},
     "filters": {"route": "adamw"},
@@ -35,9 +35,9 @@ def param_groups(
 ) -> list[dict[str, Any]]:
     """Parameter groups for any isokron optimizer, found by module type. Frozen ones are left out.
 
-    Embeddings (also one tied to a head), the output head, depthwise filters, norms and biases go
-    to AdamW, the last two without weight decay; every other matrix gets the method. A LoRA pair
-    follows the layer it adapts. The input projection of nn.MultiheadAttention counts as three
+    Embeddings (also one tied to a head), the output head, LoRA pairs, depthwise filters, norms and
+    biases go to AdamW, the last two without weight decay; every other matrix gets the method. The
+    input projection of nn.MultiheadAttention counts as three
     matrices, the weights of nn.LSTM and nn.GRU as one a gate, a grouped convolution as one a group.
 
     The rest are overrides by name pattern ("blocks.*.wq.weight"), the first match winning:
