@@ -1,6 +1,7 @@
 """Loss of a small GPT-2 under the Hugging Face Trainer: bare parameters against param_groups.
 
-    python benchmarks/bare_parameters.py [--vocab 50257,1024] [--lr 3e-3] [--steps 20] [--only SOAP]
+    python benchmarks/bare_parameters.py [--vocab 50257,1024] [--lr 3e-3] [--steps 20]
+        [--only SOAP,Muon] [--ways bare,grouped]
 
 "bare" is `Trainer(optimizer_cls_and_kwargs=(isokron.SOAP, {"lr": lr}))`, which passes plain
 parameters; "method" is the same with route="method", which preconditions embedding and head too;
@@ -75,10 +76,12 @@ def main() -> None:
     parser.add_argument("--vocab", default="50257,1024")
     parser.add_argument("--lr", default="3e-3", help="learning rates, or `default`")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--only", default=",".join(OPTIMIZERS))
     args = parser.parse_args()
+    ways = args.ways.split(",")
     warnings.simplefilter("ignore")
-    print(f"{'vocab':>6} {'lr':>8} {'optimizer':10} {'method':>7} {'bare':>7} {'grouped':>7}")
+    print(f"{'vocab':>6} {'lr':>8} {'optimizer':10} {' '.join(f'{way:>7}' for way in ways)}")
     for vocab in map(int, args.vocab.split(",")):
         data = markov_text(vocab, 512, 64)
         for lr in args.lr.split(","):

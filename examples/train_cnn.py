@@ -56,8 +56,7 @@ def main() -> None:
     )
     optimizer = getattr(isokron, args.optimizer)(isokron.param_groups(model), lr=args.lr)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
-    for group in optimizer.param_groups:
-        print(f"{group['name']:12}{len(group['params']):3} parameters, route {group['route']}")
+    print(isokron.describe(optimizer))
 
     for step in range(args.steps):
         batch = train[torch.randint(len(train), (64,))]

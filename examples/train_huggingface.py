@@ -2,8 +2,8 @@
 
     python examples/train_huggingface.py [--steps 100]
 
-The embedding is tied to the head and GPT-2 keeps its weights transposed; routing sees both. Its
-query, key and value are one matrix, which `split` makes three.
+The embedding is tied to the head, GPT-2 keeps its weights transposed, and its query, key and value
+are one parameter: `isokron.param_groups` sees all three, and `isokron.describe` shows it.
 """
 
 import argparse
@@ -37,7 +37,8 @@ def main() -> None:
     model = GPT2LMHeadModel(config)
     data = torch.frombuffer(bytearray((TEXT * 20).encode()), dtype=torch.uint8).long()
 
-    groups = isokron.param_groups(model, split={"*.c_attn.weight": 3})
+    groups = isokron.param_groups(model)
+    print(isokron.describe(groups))
     optimizer = isokron.Muon(groups, lr=5e-3)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, args.steps)
     for step in range(args.steps):

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         ShardedAdamW,
         SignDescent,
         Skew,
+        describe,
         param_groups,
     )
     from isokron.tasks import Task
@@ -49,6 +50,7 @@ _HOMES = {
     "ShardedAdamW": "isokron.optim",
     "SignDescent": "isokron.optim",
     "Skew": "isokron.optim",
+    "describe": "isokron.optim",
     "param_groups": "isokron.optim",
     "Task": "isokron.tasks",
 }
@@ -81,6 +83,7 @@ __all__ = [
     "__version__",
     "attribution",
     "curvature",
+    "describe",
     "distributed",
     "jax",
     "kernels",

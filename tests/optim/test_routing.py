@@ -1,5 +1,6 @@
 """Routing finds parameters by what they are: on models of several kinds, whatever their names."""
 
+import re
 import warnings
 from typing import Any
 
@@ -11,9 +12,9 @@ import isokron
 
 
 def kinds(model: nn.Module, **overrides: object) -> dict[str, str]:
-    """Parameter name → the group it is in."""
+    """Parameter name → what it is, by the name of its group."""
     groups = isokron.param_groups(model, **overrides)
-    return {name: group["name"] for group in groups for name, _ in group["params"]}
+    return {name: group["name"].split(" (")[0] for group in groups for name, _ in group["params"]}
 
 
 def group_of(model: nn.Module, name: str, **overrides: object) -> dict[str, object]:
@@ -96,7 +97,7 @@ def test_a_norm_with_a_matrix_of_scales_is_a_norm() -> None:
 def test_the_packed_projection_of_attention_is_three_matrices() -> None:
     group = group_of(Decoder(), "blocks.0.attention.in_proj_weight")
     assert (group["split"], group["split_dim"]) == (3, 0)
-    assert group["name"] == "matrices"
+    assert group["name"] == "matrices (split in 3)"
 
 
 def test_grouped_and_depthwise_convolutions_are_told_apart() -> None:
@@ -191,7 +192,7 @@ def test_a_pair_of_raw_parameters_is_an_adapter_and_nobody_is_asked() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert set(kinds(model).values()) == {"adapters"}
-    with pytest.warns(UserWarning, match="no layer of a known type: 0.0"):
+    with pytest.warns(UserWarning, match="known type, taken as matrices: 0.0"):
         isokron.param_groups(nn.Sequential(nn.ParameterList([torch.zeros(3, 4)]), nn.Linear(4, 2)))
 
 
@@ -227,10 +228,24 @@ def test_a_hugging_face_gpt2_is_routed(tied: bool) -> None:
     assert found["transformer.wte.weight"] == found["transformer.wpe.weight"] == "embeddings"
     assert found["transformer.h.0.attn.c_attn.weight"] == "matrices"
     assert tied or found["lm_head.weight"] == "heads"
+    group = group_of(model, "transformer.h.0.attn.c_proj.weight")
+    assert group["name"] == "matrices"
     # Conv1D keeps [in, out]: its fused projection is split along the second dimension
-    group = group_of(model, "transformer.h.0.attn.c_attn.weight", split={"*.c_attn.weight": 3})
+    group = group_of(model, "transformer.h.0.attn.c_attn.weight")
+    assert group["name"] == "matrices (split in 3 by columns)"
     assert (group["split"], group["split_dim"]) == (3, 1)
-    isokron.Muon(isokron.param_groups(model, split={"*.c_attn.weight": 3}))
+    isokron.Muon(isokron.param_groups(model, split={"*.c_attn.weight": (16, 32)}))
+
+
+def test_cross_attention_of_gpt2_is_two_matrices_and_a_query() -> None:
+    transformers = pytest.importorskip("transformers", reason='pip install "isokron[hf]"')
+    config = transformers.GPT2Config(
+        n_layer=1, n_head=2, n_embd=16, vocab_size=50, n_positions=16, add_cross_attention=True
+    )
+    model = transformers.GPT2LMHeadModel(config)
+    layer = "transformer.h.0.crossattention"
+    assert group_of(model, f"{layer}.c_attn.weight")["split"] == 2
+    assert "split" not in group_of(model, f"{layer}.q_attn.weight")
 
 
 def test_every_trainable_parameter_is_in_exactly_one_group() -> None:
@@ -252,7 +267,7 @@ class Experts(nn.Module):
 
 
 def test_weights_in_no_known_layer_are_asked_about_once_and_not_when_told() -> None:
-    with pytest.warns(UserWarning, match=r"no layer of a known type: w \(4, 8, 16\).*stacked="):
+    with pytest.warns(UserWarning, match=r"left to AdamW: w \(4, 8, 16\).*stacked="):
         isokron.param_groups(Experts())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -263,10 +278,176 @@ def test_weights_in_no_known_layer_are_asked_about_once_and_not_when_told() -> N
         isokron.param_groups(nn.TransformerEncoderLayer(8, 2, 16))
 
 
+@pytest.mark.parametrize("shape", [(4, 8, 16), (1, 17, 8), (99, 4)], ids=str)
+def test_raw_stacks_and_tables_go_to_adamw_and_raw_matrices_do_not(shape: tuple[int, ...]) -> None:
+    model = Experts()
+    model.w = nn.Parameter(torch.randn(shape))
+    with pytest.warns(UserWarning, match="no layer of a known type"):
+        assert group_of(model, "w")["route"] == "adamw"
+    assert group_of(model, "w", method="w")["route"] == "method"
+    model.w = nn.Parameter(torch.randn(8, 16))
+    with pytest.warns(UserWarning, match="taken as matrices: w"):
+        assert group_of(model, "w")["route"] == "method"
+
+
+def moe_config(transformers: Any, kind: str) -> Any:
+    return getattr(transformers, f"{kind}Config")(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=4,
+        head_dim=8,
+    )
+
+
+def test_experts_of_mixtral_are_matrices_of_their_own() -> None:
+    """Muon's update of each expert's gate, up and down projection is orthogonal by itself."""
+    transformers = pytest.importorskip("transformers", reason='pip install "isokron[hf]"')
+    model = transformers.MixtralForCausalLM(moe_config(transformers, "Mixtral"))
+    experts = "model.layers.0.mlp.experts"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nobody is asked
+        groups = isokron.param_groups(model)
+    by_name = {name: group for group in groups for name, _ in group["params"]}
+    assert by_name[f"{experts}.down_proj"]["name"] == "matrices (stacked)"
+    assert by_name[f"{experts}.gate_up_proj"]["name"] == "matrices (stacked, split in 2)"
+    assert by_name["model.layers.0.mlp.gate.weight"]["name"] == "matrices"  # the router
+    optimizer = isokron.Muon(groups, weight_decay=0.0)
+    tokens = torch.randint(64, (8, 16))
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    module = model.model.layers[0].mlp.experts
+    before = [module.gate_up_proj.clone(), module.down_proj.clone()]
+    optimizer.step()
+    gate_up, down = module.gate_up_proj - before[0], module.down_proj - before[1]
+    for update in (*down, *gate_up.chunk(2, 1)[0], *gate_up.chunk(2, 1)[1]):
+        values = torch.linalg.svdvals(update.detach())
+        assert values.min() > 0.3 * values.max()  # Newton-Schulz leaves them near 1
+
+
+def test_biases_and_interleaved_gates_of_experts_are_left_as_they_are() -> None:
+    transformers = pytest.importorskip("transformers", reason='pip install "isokron[hf]"')
+    model = transformers.GptOssForCausalLM(moe_config(transformers, "GptOss"))
+    experts = "model.layers.0.mlp.experts"
+    assert group_of(model, f"{experts}.gate_up_proj")["name"] == "matrices (stacked)"
+    assert kinds(model)[f"{experts}.gate_up_proj_bias"] == "vectors"
+
+
+class HeadFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(8, 5)
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8))
+
+
+def test_a_head_that_comes_first_can_be_named() -> None:
+    model = HeadFirst()
+    for head in (model.out, "out.*", ["out.weight"]):
+        found = kinds(model, head=head)
+        assert [name for name, kind in found.items() if kind == "heads"] == ["out.weight"]
+        assert found["body.2.weight"] == "matrices"
+    assert "heads" not in kinds(model, head=[]).values()
+    with pytest.raises(ValueError, match="head must be a module of the model"):
+        isokron.param_groups(model, head=nn.Linear(8, 5))
+    with pytest.raises(ValueError, match="head pattern 'lm_head' matches no"):
+        isokron.param_groups(model, head="lm_head")
+
+
+def test_heads_of_hugging_face_classifiers_have_one_output_a_label() -> None:
+    transformers = pytest.importorskip("transformers", reason='pip install "isokron[hf]"')
+    config = transformers.DeiTConfig(
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        image_size=16,
+        patch_size=8,
+        num_labels=7,
+    )
+    positions = {"adamw": "*position_embeddings"}
+    found = kinds(transformers.DeiTForImageClassificationWithTeacher(config), **positions)
+    heads = [name for name, kind in found.items() if kind == "heads"]
+    assert heads == ["cls_classifier.weight", "distillation_classifier.weight"]
+    backbone = transformers.DeiTModel(config)  # its pooler comes last and is no head
+    assert "heads" not in kinds(backbone, **positions).values()
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(6, 1), nn.Conv2d(6, 1, 1)], ids=str)
+def test_a_weight_of_one_row_keeps_its_decay(layer: nn.Module) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), layer, nn.Linear(1, 6), nn.Linear(6, 6))
+    group = group_of(model, "1.weight")
+    assert group["name"] == "rows (adamw)"
+    assert "weight_decay" not in group
+    assert kinds(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 1)))["1.weight"] == "heads"
+    assert group_of(model, "1.bias")["weight_decay"] == 0.0
+
+
+def test_one_number_is_the_decay_of_all_that_decays() -> None:
+    by_name = {
+        name: group
+        for group in isokron.param_groups(Decoder(), weight_decay=0.1)
+        for name, _ in group["params"]
+    }
+    assert by_name["wte.weight"]["weight_decay"] == 0.1
+    assert by_name["blocks.0.up.weight"]["weight_decay"] == 0.1
+    assert by_name["blocks.0.up.bias"]["weight_decay"] == 0.0
+    assert by_name["blocks.0.norm.weight"]["weight_decay"] == 0.0
+    with pytest.raises(TypeError, match="weight_decay must be a number or a mapping"):
+        isokron.param_groups(Decoder(), weight_decay="0.1")
+
+
+def test_names_of_groups_are_unique_and_say_what_the_group_does() -> None:
+    groups = isokron.param_groups(
+        Decoder(),
+        adamw="embed_norm.weight",
+        lr_scale={"blocks.0.*": 0.5},
+        weight_decay={"*.down.weight": 0.3},
+        split={"blocks.1.up.weight": (12, 4)},
+    )
+    names = [group["name"] for group in groups]
+    assert len(set(names)) == len(names)
+    assert {
+        "matrices (adamw)",
+        "embeddings (adamw)",
+        "norms (adamw, lr × 0.5, no decay)",
+        "matrices (split in 3)",
+        "matrices (lr × 0.5, decay 0.3)",
+        "matrices (split in 12+4)",
+    } < set(names)
+
+
+def test_describe_says_who_steps_what() -> None:
+    model = nn.Sequential(nn.Embedding(100, 4), nn.Linear(4, 4), nn.Linear(4, 3))
+    groups = isokron.param_groups(model, weight_decay=0.1, lr_scale={"1.weight": 0.5})
+    lines = isokron.describe(groups).splitlines()
+    assert len(lines) == 1 + len(groups)
+    table = [re.split(r" {2,}", line) for line in lines]
+    assert table[0][:4] == ["group", "stepped by", "tensors", "elements"]
+    assert table[1] == ["embeddings (adamw)", "AdamW", "1", "400", "0.1", "-", "0.weight [100, 4]"]
+    assert table[2][:6] == ["matrices (lr × 0.5)", "the method", "1", "16", "0.1", "0.5"]
+    optimizer = isokron.Muon(groups)
+    assert "Muon" in isokron.describe(optimizer)
+    assert "the method" in isokron.describe(optimizer.param_groups)
+    assert isokron.describe(model).splitlines()[1].startswith("embeddings (adamw)")
+    with pytest.raises(TypeError, match=r"describe takes an isokron optimizer.*got generator"):
+        isokron.describe(model.parameters())
+
+
+def test_describe_shows_bare_tables_on_a_line_of_their_own() -> None:
+    with pytest.warns(UserWarning, match="shaped like an embedding"):
+        optimizer = isokron.SOAP([torch.randn(100, 4), torch.randn(4, 4)])
+    assert [line.split()[1:3] for line in isokron.describe(optimizer).splitlines()[1:]] == [
+        ["AdamW", "1"],
+        ["SOAP", "1"],
+    ]
+
+
 @pytest.mark.parametrize(("layer", "gates"), [(nn.LSTM, 4), (nn.GRU, 3), (nn.GRUCell, 3)])
 def test_the_gates_of_a_recurrent_layer_are_matrices_of_their_own(layer: type, gates: int) -> None:
     groups = isokron.param_groups(layer(5, 6))
-    (matrices,) = [group for group in groups if group["name"] == "matrices"]
+    (matrices,) = [group for group in groups if group["route"] == "method"]
     assert matrices["split"] == gates
     assert len(matrices["params"]) == 2
     isokron.Muon(groups)

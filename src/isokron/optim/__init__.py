@@ -1,6 +1,7 @@
 """One engine, one file per optimizer."""
 
 from isokron.optim.adamw import AdamW
+from isokron.optim.describe import describe
 from isokron.optim.engine import Preconditioned
 from isokron.optim.katie import Katie
 from isokron.optim.muon import Muon
@@ -25,5 +26,6 @@ __all__ = [
     "ShardedAdamW",
     "SignDescent",
     "Skew",
+    "describe",
     "param_groups",
 ]

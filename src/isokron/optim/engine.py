@@ -26,7 +26,7 @@ from isokron.distributed import (
 )
 from isokron.linalg import on_host
 from isokron.optim import checkpoint
-from isokron.optim.blocks import Batch, Block, Observed, cut_blocks, is_matrix
+from isokron.optim.blocks import Batch, Block, Observed, cut_blocks
 from isokron.optim.checks import check_kinds, check_sums, gradient_sums
 from isokron.optim.groups import (
     check_adamw,
@@ -42,7 +42,7 @@ from isokron.optim.plans import Plans
 from isokron.optim.refreshing import Refresher
 from isokron.optim.settings import SHARED
 from isokron.optim.stepping import step_blocks
-from isokron.optim.tables import check_route, is_table, warn_of_tables
+from isokron.optim.tables import check_route, gets_method, warn_of_tables
 from isokron.optim.writing import Update
 
 logger = logging.getLogger(__name__)
@@ -143,11 +143,7 @@ class Preconditioned(torch.optim.Optimizer):
 
     def takes(self, param: Tensor, group: Mapping[str, Any]) -> bool:
         """Whether the method steps this parameter; what it does not take goes to AdamW."""
-        if group["route"] == "adamw":
-            return False
-        if is_matrix(param.shape, group["stacked"]):
-            return group["route"] != "auto" or not is_table(param.shape, group)
-        return group["vectors"] and group["route"] != "spectral" and param.numel() > 1
+        return gets_method(param.shape, group)
 
     def check(self, group: Mapping[str, Any]) -> None:
         """Raise a ValueError for settings of the method's own that cannot be right."""

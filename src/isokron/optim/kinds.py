@@ -1,7 +1,7 @@
 """What a parameter is, told by the modules that hold it: embedding, head, norm, adapter, matrix."""
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 import torch
@@ -21,26 +21,31 @@ LAYERS = (
 )
 
 
-def find_kinds(model: nn.Module, owners: Mapping[Tensor, list[nn.Module]]) -> dict[Tensor, str]:
-    """What every parameter is: matrices, adapters, embeddings, heads, filters, norms, vectors."""
+def find_kinds(
+    model: nn.Module, owners: Mapping[Tensor, list[nn.Module]], heads: Set[Tensor] | None = None
+) -> dict[Tensor, str]:
+    """What every parameter is; the head is looked for unless its weights are given."""
     pairs = _adapters(model)
-    heads = _heads(model, pairs)
+    heads = find_heads(model, pairs) if heads is None else heads
 
     def kind(param: Tensor) -> str:
-        mine = owners[param]
+        modules = owners[param]
         if param in pairs:
             return "adapters"
-        if any(isinstance(module, EMBEDDINGS) for module in mine):
+        if any(isinstance(module, EMBEDDINGS) for module in modules):
             return "embeddings"
-        if any(isinstance(module, NORMS) for module in mine):
+        if any(isinstance(module, NORMS) for module in modules):
             return "norms"
-        if not is_matrix(param.shape):
-            return "vectors"
         if param in heads:
             return "heads"
-        if any(isinstance(m, _ConvNd) and m.groups == m.in_channels > 1 for m in mine):
+        if any(_is_experts(module) for module in modules):
+            return "matrices" if param.ndim > 2 else "vectors"  # [experts, n] are biases
+        if not is_matrix(param.shape):
+            return "rows" if param.ndim > 1 and _is_weight(param, modules) else "vectors"
+        if any(isinstance(m, _ConvNd) and m.groups == m.in_channels > 1 for m in modules):
             return "filters"
-        return "matrices"
+        known = any(isinstance(m, LAYERS) or _is_linear(m) or _is_router(m) for m in modules)
+        return "matrices" if known else "raw weights"
 
     return {param: kind(param) for param in owners}
 
@@ -54,57 +59,121 @@ def find_owners(model: nn.Module) -> dict[Tensor, list[nn.Module]]:
     return owners
 
 
-def matrices_within(param: Tensor, owners: Iterable[nn.Module]) -> dict[str, Any]:
-    """How a parameter is several matrices, where its module's type says so."""
-    for module in owners:
-        if isinstance(module, nn.MultiheadAttention) and param is module.in_proj_weight:
-            return {"split": 3, "split_dim": 0}
-        if isinstance(module, _ConvNd) and module.groups > 1 and param is module.weight:
-            return {"split": module.groups, "split_dim": 0}
-        gates = next((n for kind, n in RECURRENT.items() if isinstance(module, kind)), 0)
-        if gates and param.size(0) == gates * int(module.hidden_size):  # type: ignore[arg-type]
-            return {"split": gates, "split_dim": 0}
-        if _is_transposed(module) and param is module.weight:
-            return {"split_dim": 1}
+def find_parts(model: nn.Module) -> dict[Tensor, dict[str, Any]]:
+    """How parameters are several matrices, where a module's type says so."""
+    parts: dict[Tensor, dict[str, Any]] = {}
+    for module in model.modules():
+        parts = {**_parts(module), **parts}  # what a module says of its layers comes first
+    return parts
+
+
+def _parts(module: nn.Module) -> dict[Tensor, dict[str, Any]]:
+    tensors = dict(module.named_parameters(recurse=False))
+    if isinstance(module, nn.MultiheadAttention) and module.in_proj_weight is not None:
+        return {module.in_proj_weight: {"split": 3, "split_dim": 0}}
+    if isinstance(module, _ConvNd) and module.groups > 1:
+        return {module.weight: {"split": module.groups, "split_dim": 0}}
+    gates = next((n for kind, n in RECURRENT.items() if isinstance(module, kind)), 0)
+    if gates:
+        rows = gates * int(module.hidden_size)  # type: ignore[arg-type]
+        return {
+            param: {"split": gates, "split_dim": 0}
+            for param in tensors.values()
+            if param.ndim == 2 and param.size(0) == rows
+        }
+    if _is_transposed(module):
+        return {tensors["weight"]: {"split_dim": 1}} if "weight" in tensors else {}
+    if _is_experts(module):
+        return _expert_parts(module, tensors)
+    fused = dict(module.named_children()).get("c_attn")  # GPT-2's query, key and value side by side
+    if fused is not None and _is_transposed(fused) and _of_transformers(module, "Attention"):
+        width, outputs = fused.weight.shape  # type: ignore[misc]
+        return {fused.weight: {"split": outputs // width, "split_dim": 1}}  # type: ignore[dict-item]
     return {}
 
 
-def in_layer(owners: Iterable[nn.Module]) -> bool:
-    return any(isinstance(module, LAYERS) or _is_transposed(module) for module in owners)
+def _expert_parts(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[Tensor, dict[str, Any]]:
+    """Stacks [experts, m, n]; a gate and its up projection are two where they lie side by side."""
+    parts: dict[Tensor, dict[str, Any]] = {
+        param: {"stacked": 1} for param in tensors.values() if param.ndim == 3
+    }
+    layout = vars(module)
+    gate_up = tensors.get("gate_up_proj")
+    if gate_up in parts and layout.get("has_gate") and layout.get("is_concatenated"):
+        parts[gate_up] |= {"split": 2, "split_dim": int(layout["is_transposed"])}
+    return parts
+
+
+def _of_transformers(module: nn.Module, suffix: str) -> bool:
+    kind = type(module)
+    return kind.__module__.startswith("transformers.") and kind.__name__.endswith(suffix)
+
+
+def _is_experts(module: nn.Module) -> bool:
+    """A mixture of experts that keeps the weights of all in one parameter."""
+    return _of_transformers(module, "Experts")
+
+
+def _is_router(module: nn.Module) -> bool:
+    """A linear layer that chooses experts."""
+    return _of_transformers(module, "Router")
 
 
 def _is_transposed(module: nn.Module) -> bool:
     """GPT-2's Conv1D: a linear layer that keeps its weight as [in, out]."""
-    kind = type(module)
-    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+    return _of_transformers(module, "Conv1D")
 
 
-def _heads(model: nn.Module, adapters: set[Tensor]) -> set[Tensor]:
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or _is_transposed(module)
+
+
+def _is_weight(param: Tensor, modules: Iterable[nn.Module]) -> bool:
+    return any(
+        (isinstance(module, _ConvNd) or _is_linear(module)) and param is module.weight
+        for module in modules
+    )
+
+
+def find_heads(model: nn.Module, adapters: Set[Tensor] = frozenset()) -> set[Tensor]:
     """The weights of the output layer.
 
-    Models that say which it is are asked (`get_output_embeddings`). Else it is the last linear
-    layer, if others come before it and it does not sit inside one of several like blocks.
+    Models of transformers are asked: `get_output_embeddings`, else the layers with an output for
+    each of the config's labels; one that is a backbone has none. Else it is the last linear layer,
+    if others come before it and it does not sit inside one of several like blocks.
     """
     said = getattr(model, "get_output_embeddings", None)
     head = said() if callable(said) else None
     if isinstance(head, nn.Module):
-        return _matrices(head)
+        return head_weights(head)
     layers = {
         name: module
         for name, module in model.named_modules()
-        if (isinstance(module, nn.Linear) or _is_transposed(module))
-        and module.weight not in adapters
+        if _is_linear(module) and module.weight not in adapters
     }
-    matrices = [p for p in model.parameters() if is_matrix(p.shape) and p not in adapters]
-    if not layers or len(matrices) < 2:
+    if any(kind.__module__ == "transformers.modeling_utils" for kind in type(model).__mro__):
+        labels = model.config.num_labels  # type: ignore[union-attr]
+        found = [
+            module
+            for name, module in layers.items()
+            if _outputs(module) == labels and not _in_repeated_block(model, name)
+        ]
+        if found or model.base_model is model:
+            return {weight for module in found for weight in head_weights(module)}
+    weights = [p for p in model.parameters() if p.ndim > 1 and p not in adapters]
+    if not layers or len(weights) < 2:
         return set()
     name, last = list(layers.items())[-1]
-    return set() if _in_repeated_block(model, name) else _matrices(last)
+    return set() if _in_repeated_block(model, name) else head_weights(last)
 
 
-def _matrices(module: nn.Module) -> set[Tensor]:
-    """A layer's matrices, also where its weight is computed from them (weight norm, adapters)."""
-    return {param for param in module.parameters() if is_matrix(param.shape)}
+def _outputs(module: nn.Module) -> int:
+    return int(module.weight.size(1 if _is_transposed(module) else 0))  # type: ignore
+
+
+def head_weights(module: nn.Module) -> set[Tensor]:
+    """A layer's weights, also where they are computed from others (weight norm, adapters)."""
+    return {param for param in module.parameters() if param.ndim > 1}
 
 
 def _in_repeated_block(model: nn.Module, name: str) -> bool:

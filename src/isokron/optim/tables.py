@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from isokron.cutting import split_sizes
+from isokron.cutting import is_matrix, split_sizes
 from isokron.optim.groups import param_name
 from isokron.optim.settings import CHOICES
 
@@ -28,6 +28,15 @@ def is_table(shape: Sequence[int], group: Mapping[str, Any]) -> bool:
     rows, columns = sides[0], math.prod(sides[1:])
     long = group["max_rows"] is not None and rows > group["max_rows"]
     return long or rows > TALL * columns or columns > WIDE * rows
+
+
+def gets_method(shape: Sequence[int], group: Mapping[str, Any]) -> bool:
+    """Whether the method steps a parameter of this shape; the rest goes to AdamW."""
+    if group["route"] == "adamw":
+        return False
+    if is_matrix(shape, group["stacked"]):
+        return group["route"] != "auto" or not is_table(shape, group)
+    return bool(group["vectors"]) and group["route"] != "spectral" and math.prod(shape) > 1
 
 
 def check_route(optimizer: str, group: Mapping[str, Any]) -> None:
