@@ -87,7 +87,7 @@ def main() -> None:
         for lr in args.lr.split(","):
             rate = None if lr == "default" else float(lr)
             for name in args.only.split(","):
-                losses = [final_loss(name, way, vocab, data, args.steps, rate) for way in WAYS]
+                losses = [final_loss(name, way, vocab, data, args.steps, rate) for way in ways]
                 figures = " ".join(f"{loss:7.3f}" for loss in losses)
                 print(f"{vocab:6} {lr:>8} {name:10} {figures}", flush=True)
 

@@ -39,7 +39,7 @@ def find_kinds(
         if param in heads:
             return "heads"
         if any(_is_experts(module) for module in modules):
-            return "matrices" if param.ndim > 2 else "vectors"  # [experts, n] are biases
+            return "matrices" if param.ndim == 3 else "vectors"  # [experts, n] are biases
         if not is_matrix(param.shape):
             return "rows" if param.ndim > 1 and _is_weight(param, modules) else "vectors"
         if any(isinstance(m, _ConvNd) and m.groups == m.in_channels > 1 for m in modules):
@@ -63,7 +63,8 @@ def find_parts(model: nn.Module) -> dict[Tensor, dict[str, Any]]:
     """How parameters are several matrices, where a module's type says so."""
     parts: dict[Tensor, dict[str, Any]] = {}
     for module in model.modules():
-        parts = {**_parts(module), **parts}  # what a module says of its layers comes first
+        for param, part in _parts(module).items():
+            parts.setdefault(param, part)  # what a module says of its layers comes first
     return parts
 
 
@@ -88,7 +89,8 @@ def _parts(module: nn.Module) -> dict[Tensor, dict[str, Any]]:
     fused = dict(module.named_children()).get("c_attn")  # GPT-2's query, key and value side by side
     if fused is not None and _is_transposed(fused) and _of_transformers(module, "Attention"):
         width, outputs = fused.weight.shape  # type: ignore[misc]
-        return {fused.weight: {"split": outputs // width, "split_dim": 1}}  # type: ignore[dict-item]
+        if outputs % width == 0:
+            return {fused.weight: {"split": outputs // width, "split_dim": 1}}  # type: ignore[dict-item]
     return {}
 
 
@@ -104,9 +106,12 @@ def _expert_parts(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[Tens
     return parts
 
 
-def _of_transformers(module: nn.Module, suffix: str) -> bool:
-    kind = type(module)
-    return kind.__module__.startswith("transformers.") and kind.__name__.endswith(suffix)
+def _of_transformers(module: nn.Module, ending: str, home: str = "models") -> bool:
+    """By the names of its classes, of which FSDP2 and parametrizations add one."""
+    return any(
+        kind.__module__.startswith(f"transformers.{home}") and kind.__name__.endswith(ending)
+        for kind in type(module).__mro__
+    )
 
 
 def _is_experts(module: nn.Module) -> bool:
@@ -121,7 +126,7 @@ def _is_router(module: nn.Module) -> bool:
 
 def _is_transposed(module: nn.Module) -> bool:
     """GPT-2's Conv1D: a linear layer that keeps its weight as [in, out]."""
-    return _of_transformers(module, "Conv1D")
+    return _of_transformers(module, "Conv1D", "pytorch_utils")
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -151,7 +156,7 @@ def find_heads(model: nn.Module, adapters: Set[Tensor] = frozenset()) -> set[Ten
         for name, module in model.named_modules()
         if _is_linear(module) and module.weight not in adapters
     }
-    if any(kind.__module__ == "transformers.modeling_utils" for kind in type(model).__mro__):
+    if _of_transformers(model, "PreTrainedModel", "modeling_utils"):
         labels = model.config.num_labels  # type: ignore[union-attr]
         found = [
             module
