@@ -90,7 +90,7 @@ def measured(name: str, layout: str, cycles: int) -> Figures:
 def traffic(optimizer: isokron.Preconditioned) -> int:
     sharing = optimizer._sharing
     parties = {*([sharing.ranks] if sharing.ranks else []), *sharing.groups.values()}
-    return sum(ranks.traffic.sent for ranks in parties)
+    return sum(ranks.traffic.sent for ranks in (*parties, *sharing.controls.values()))
 
 
 def bits_of(model: nn.Module) -> int:

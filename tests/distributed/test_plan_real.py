@@ -85,7 +85,7 @@ def measured(numbers: list[int], kind: str, shard: int | None) -> list[Counts]:
 def traffic(optimizer: isokron.Preconditioned) -> int:
     sharing = optimizer._sharing
     parties = {*([sharing.ranks] if sharing.ranks else []), *sharing.groups.values()}
-    return sum(ranks.traffic.sent for ranks in parties)
+    return sum(ranks.traffic.sent for ranks in (*parties, *sharing.controls.values()))
 
 
 def state_bytes(optimizer: isokron.Preconditioned) -> int:

@@ -48,18 +48,23 @@ class Ranks:
         return dist.get_world_size(self.group)
 
     @property
-    def device(self) -> torch.device:
-        """Where small tensors that travel have to be."""
-        if dist.get_backend(self.group) == "nccl":
-            return torch.device("cuda", torch.cuda.current_device())
-        return torch.device("cpu")
+    def members(self) -> list[int]:
+        """Every rank of the group, counted among all processes."""
+        return dist.get_process_group_ranks(self.group)
 
-    def all_reduce_(self, tensor: Tensor, op: Any = None) -> Tensor:
-        """Everybody's sum (or what `op` says), in place."""
-        op = dist.ReduceOp.SUM if op is None else op
+    @property
+    def device(self) -> torch.device:
+        """Where small tensors that travel have to be: on the host if the group can send from it."""
+        kinds = self.group._device_types
+        if not kinds or torch.device("cpu") in kinds:
+            return torch.device("cpu")
+        here: torch.device | None = self.group.bound_device_id
+        return here or torch.device(kinds[0].type, torch.accelerator.current_device_index())
+
+    def all_reduce_(self, tensor: Tensor, op: Any = None, what: str = "all_reduce") -> Tensor:
+        """Everybody's sum (or what `op` says), in place; `what`: for what, in an error."""
         self.traffic.sent += sent_by_reduce(_bytes(tensor), self.size)
-        work = dist.all_reduce(tensor, op, group=self.group, async_op=True)
-        Pending(work, "all_reduce", self).wait()
+        self._all_reduce(tensor, op, what).wait()
         return tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
@@ -71,9 +76,9 @@ class Ranks:
     def all_gather_into(self, everything: Tensor, tensor: Tensor) -> "Pending":
         """Begin to fill `everything`, [R, ...], with the tensors of all."""
         self.traffic.sent += sent_by_gather(_bytes(tensor), self.size)
-        work = dist.all_gather_single(
-            everything.view(-1), tensor.contiguous().view(-1), group=self.group, async_op=True
-        )
+        options = self._limited(torch._C._distributed_c10d.AllgatherOptions())
+        flat = tensor.contiguous().view(-1)
+        work = self.group.all_gather_single(everything.view(-1), flat, options)
         return Pending(work, "all_gather", self)
 
     def all_gather_uneven(self, tensor: Tensor) -> list[Tensor]:
@@ -87,7 +92,9 @@ class Ranks:
     def reduce_scatter_into(self, own: Tensor, tensor: Tensor, op: Any) -> "Pending":
         """Begin to fill `own`, [n], with this rank's part of everybody's sum of `tensor`, [R·n]."""
         self.traffic.sent += _bytes(own) * (self.size - 1)
-        work = dist.reduce_scatter_single(own, tensor, op, group=self.group, async_op=True)
+        options = self._limited(dist.ReduceScatterOptions())
+        options.reduceOp = op
+        work = self.group.reduce_scatter_single(own, tensor, options)
         return Pending(work, "reduce_scatter", self)
 
     def all_to_all_into(
@@ -96,17 +103,13 @@ class Ranks:
         """Begin to send flat `sent`, cut by `to_each`, and to fill `received`, cut by `of_each`."""
         own = to_each[self.rank]
         self.traffic.sent += (sum(to_each) - own) * sent.element_size()
-        work = dist.all_to_all_single(
-            received, sent, list(of_each), list(to_each), group=self.group, async_op=True
-        )
+        options = self._limited(dist.AllToAllOptions())
+        work = self.group.all_to_all_single(received, sent, list(of_each), list(to_each), options)
         return Pending(work, "all_to_all", self)
 
     def barrier(self, what: str) -> None:
         """Until all have come here; `what`: for what, in an error."""
-        token = torch.zeros(1, device=self.device)
-        Pending(
-            dist.all_reduce(token, group=self.group, async_op=True), f"a barrier ({what})", self
-        ).wait()
+        self._all_reduce(torch.zeros(1, device=self.device), None, f"a barrier ({what})").wait()
 
     def agree(self, what: str, value: Any) -> None:
         """Raise, on all ranks, unless all have the same `value` (plain JSON)."""
@@ -115,10 +118,10 @@ class Ranks:
         if len(set(everyone)) == 1:
             return
         texts = self.gather_text(json.dumps(value, default=str))
-        first, other = next((0, r) for r in range(self.size) if everyone[r] != everyone[0])
+        other = next(r for r in range(self.size) if everyone[r] != everyone[0])
         raise RuntimeError(
-            f"{what} must be the same on all {self.size} ranks, but rank {first} has "
-            f"{differing(texts[first], texts[other])} on rank {other}"
+            f"{what} must be the same on all {self.size} ranks, but rank {self.members[0]} has "
+            f"{differing(texts[0], texts[other])} on rank {self.members[other]}"
         )
 
     def gather_text(self, text: str) -> list[str]:
@@ -126,6 +129,17 @@ class Ranks:
         coded = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
         parts = self.all_gather_uneven(coded.to(self.device))
         return [bytes(part.tolist()).decode() for part in parts]
+
+    def _all_reduce(self, tensor: Tensor, op: Any, what: str) -> "Pending":
+        options = self._limited(dist.AllreduceOptions())
+        options.reduceOp = dist.ReduceOp.SUM if op is None else op
+        return Pending(self.group.allreduce([tensor], options), what, self)
+
+    def _limited(self, options: Any) -> Any:
+        """A collective that ends in time by itself: gloo's threads work on what nobody waits for
+        any more, and the process would not end before they do, by default for 30 minutes."""
+        options.timeout, options.asyncOp = timedelta(seconds=self.timeout), True
+        return options
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """With whom an optimizer shares its work, and what all of them must agree in before a step."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from isokron.distributed.agreement import agreed_trouble
+from isokron.distributed.agreement import NOT_FINITE, SKIP, Trouble, agreed_trouble, trouble_of
 from isokron.distributed.places import (
     Place,
     chunk_bounds,
@@ -19,6 +20,10 @@ from isokron.distributed.places import (
     sum_of_bits,
 )
 from isokron.distributed.ranks import TIMEOUT, Ranks
+from isokron.distributed.team import Elsewhere
+from isokron.distributed.world import control
+
+Members = tuple[int, ...]  # ranks among all processes, in order
 
 
 @dataclass(eq=False)
@@ -36,6 +41,9 @@ class Sharing:
     groups: dict[Any, Ranks] = field(default_factory=dict)  # by process group
     # of blocks that have had one, by parameter: whoever has the state of a block keeps it
     owners: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
+    controls: dict[Members, Ranks] = field(default_factory=dict)  # who agrees before a step
+    meshes: dict[Any, Members] = field(default_factory=dict)
+    asked: int = 0  # how many steps were asked for
     met: bool = False  # whether ranks have found that they start from the same parameters
 
     def place(self, param: Tensor) -> Place | None:
@@ -43,25 +51,21 @@ class Sharing:
         if not is_sharded(param):
             return None if self.ranks is None else Place(self.ranks)
         mesh, placements = mesh_of(param)
-        cut = [i for i, placement in enumerate(placements) if not placement.is_replicate()]
-        if not cut:  # whole on all of them
+        cut = cut_along(param)
+        if cut is None:  # whole on all of them
             return Place(self._ranks(mesh.get_group(mesh.ndim - 1)))
-        kind = placements[cut[0]]
-        if len(cut) > 1 or not is_plain_shard(kind):
-            raise ValueError(
-                f"a parameter of shape {tuple(param.shape)} is placed as {placements} on a mesh of "
-                f"{tuple(mesh.shape)}; parameters may be sharded along one dimension of a mesh and "
-                "replicated along the others (FSDP2, HSDP, or tensor parallel alone)"
-            )
-        ranks = self._ranks(mesh.get_group(cut[0]))
-        return Place(ranks, kind.dim, chunk_bounds(param.shape[kind.dim], ranks.size))
+        ranks, dim = self._ranks(mesh.get_group(cut)), placements[cut].dim
+        return Place(ranks, dim, chunk_bounds(param.shape[dim], ranks.size))
 
     def _ranks(self, group: Any) -> Ranks:
         return self.groups.setdefault(group, Ranks(group, self.timeout))
 
     def parties(self, groups: Sequence[Mapping[str, Any]]) -> list[Ranks]:
         """With whom any parameter is shared."""
-        return list(self._parties(groups)) if self.active(groups) else []
+        if not self.active(groups):
+            return []
+        places = [self.place(param) for group in groups for param in group["params"]]
+        return list(dict.fromkeys(place.ranks for place in places if place is not None))
 
     def active(self, groups: Sequence[Mapping[str, Any]]) -> bool:
         """Whether any parameter is shared."""
@@ -70,72 +74,113 @@ class Sharing:
         others = [p for group in groups if not _plain(group["params"]) for p in group["params"]]
         return any(map(is_sharded, others))
 
+    def members(self, param: Tensor) -> Members:
+        """The processes that have any of a parameter, replicas too, and must step it alike."""
+        if is_sharded(param):
+            mesh = mesh_of(param)[0]
+            if mesh not in self.meshes:
+                self.meshes[mesh] = tuple(sorted(mesh.mesh.flatten().tolist()))
+            return self.meshes[mesh]
+        if self.ranks is None:
+            return ()
+        if None not in self.meshes:
+            self.meshes[None] = tuple(sorted(self.ranks.members))
+        return self.meshes[None]
+
     def agreed(
         self, groups: Sequence[Mapping[str, Any]], check: Callable[[], str | None]
     ) -> str | None:
         """Why this step is to be skipped, as `check` says on any rank; None: it is not.
 
-        Raises on all ranks what `check` raises on one, and where ranks are about to do different
-        things.
+        Raises on all ranks where one does, and where they are about to do different things.
         """
         if not self.active(groups):
             return check()
-        parties = self._parties(groups)
-        raised = None
+        self.asked += 1
+        parties = dict.fromkeys(self.members(p) for group in groups for p in group["params"])
+        parties.pop((), None)
+        trouble = raised = None
+        facts: dict[Members, list[tuple[str, Any]]] = {}
+        length = 0.0
         try:
-            found = check()
-        except FloatingPointError as error:
-            found, raised = str(error), error
-        fatal = raised is not None
-        for ranks, facts in parties.items():  # all of them hear of it before anybody raises
-            trouble = agreed_trouble(ranks, facts, found, fatal, self._length(ranks, groups))
-            if trouble is not None:
-                found, fatal = trouble.text, fatal or trouble.fatal
-        if fatal:
-            raise FloatingPointError(found) from raised
+            if text := check():
+                trouble = Trouble(text, SKIP)
+            facts, length = self._facts(groups), self._length(groups)
+        except Exception as error:  # whatever it is, the others must not wait for this rank
+            trouble, raised = trouble_of(error), error
+        what = f"optimizer.step() number {self.asked}"
+        for who in parties:  # all of them hear of it before anybody raises
+            whole = length if who == self.meshes.get(None) else 0.0
+            told = agreed_trouble(self._control(who), facts.get(who, []), trouble, whole, what)
+            trouble = told or trouble
+        if raised is not None:
+            raise raised
+        if trouble is not None and trouble.level > SKIP:
+            kind = FloatingPointError if trouble.level == NOT_FINITE else Elsewhere
+            raise kind(f"{trouble.text}; no rank has stepped")
         self.met = True
-        return found
+        return None if trouble is None else trouble.text
 
-    def _length(self, ranks: Ranks, groups: Sequence[Mapping[str, Any]]) -> float:
-        """The norm of gradients that all of `ranks` have whole, and so must have alike."""
-        if ranks is not self.ranks:
+    def _control(self, members: Members) -> Ranks:
+        if members not in self.controls:
+            self.controls[members] = control(members, self.timeout)
+        return self.controls[members]
+
+    def _length(self, groups: Sequence[Mapping[str, Any]]) -> float:
+        """The norm of gradients that all ranks have whole, and so must have alike."""
+        if self.ranks is None:
             return 0.0
         params = [p for group in groups for p in group["params"] if not is_sharded(p)]
         grads = [p.grad for p in params if p.grad is not None]
         if not grads:
             return 0.0
         wide = reduce(torch.promote_types, {grad.dtype for grad in grads}, torch.float32)
-        norms = torch._foreach_norm(grads, dtype=wide)
-        return float(torch.stack([norm.double().cpu() for norm in norms]).norm())
+        norms: dict[torch.device, list[Tensor]] = {}
+        for norm in torch._foreach_norm(grads, dtype=wide):
+            norms.setdefault(norm.device, []).append(norm)
+        # each device is waited for once
+        return math.hypot(*(float(torch.stack(some).double().norm()) for some in norms.values()))
 
-    def _parties(self, groups: Sequence[Mapping[str, Any]]) -> dict[Ranks, list[tuple[str, Any]]]:
-        """With whom this step is shared, and what all of them must agree in."""
-        parties: dict[Ranks, list[tuple[str, Any]]] = {}
+    def _facts(self, groups: Sequence[Mapping[str, Any]]) -> dict[Members, list[tuple[str, Any]]]:
+        """What all that share parameters must agree in before this step."""
+        facts: dict[Members, list[tuple[str, Any]]] = {}
         for number, group in enumerate(groups):
-            shared: dict[Ranks, list[tuple[Any, ...]]] = {}
-            for i, param in enumerate(group["params"]):
-                place = self.place(param)
-                if place is not None:
-                    names = group.get("param_names")
-                    name, learns = names[i] if names else i, param.requires_grad
-                    about = (name, tuple(param.shape), str(param.dtype), learns)
-                    _check_gradient(about[0], param)
-                    shared.setdefault(place.ranks, []).append((about, param.grad is not None))
-            for ranks, params in shared.items():
-                facts = parties.setdefault(ranks, [])
-                facts.append((f"parameters of group {number}", [about for about, _ in params]))
-                facts.append(
-                    (
-                        f"parameters of group {number} that have gradients",
-                        [about[0] for about, there in params if there],
-                    )
-                )
-                facts.append((f"settings of group {number}", _settings(group)))
-                if ranks is self.ranks and not self.met:
-                    plain = [p for p in group["params"] if not is_sharded(p)]
-                    bits = [sum_of_bits(param) for param in plain]
-                    facts.append((f"values of the parameters of group {number}", bits))
-        return parties
+            shared: dict[Members, list[tuple[Any, Tensor]]] = {}
+            names = group.get("param_names") or range(len(group["params"]))
+            for name, param in zip(names, group["params"], strict=True):
+                _check_gradient(name, param)
+                shared.setdefault(self.members(param), []).append((name, param))
+            shared.pop((), None)
+            for members, params in shared.items():
+                about = [
+                    (name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in params
+                ]
+                there = [name for name, param in params if param.grad is not None]
+                own = facts.setdefault(members, [("steps asked for", self.asked)])
+                own.append((f"parameters of group {number}", about))
+                own.append((f"parameters of group {number} that have gradients", there))
+                own.append((f"settings of group {number}", _settings(group)))
+                whole = [param for _, param in params if not is_sharded(param)]
+                if whole and not self.met:
+                    bits = [sum_of_bits(param) for param in whole]
+                    own.append((f"values of the parameters of group {number}", bits))
+        return facts
+
+
+def cut_along(param: Tensor) -> int | None:
+    """The dimension of its mesh along which a DTensor is sharded; None for one that is replicated.
+
+    Raises a ValueError for what cannot be stepped.
+    """
+    mesh, placements = mesh_of(param)
+    cut = [i for i, placement in enumerate(placements) if not placement.is_replicate()]
+    if len(cut) > 1 or not all(is_plain_shard(placements[i]) for i in cut):
+        raise ValueError(
+            f"a parameter of shape {tuple(param.shape)} is placed as {placements} on a mesh of "
+            f"{tuple(mesh.shape)}; parameters may be sharded along one dimension of a mesh and "
+            "replicated along the others (FSDP2, HSDP, or tensor parallel alone)"
+        )
+    return cut[0] if cut else None
 
 
 def check_communication(who: str, dtype: Any) -> None:

@@ -2,10 +2,15 @@
 
 from datetime import timedelta
 from typing import Any
+from weakref import WeakValueDictionary
 
 from torch import distributed as dist
 
-from isokron.distributed.ranks import TIMEOUT, Ranks
+from isokron.distributed.ranks import TIMEOUT, Gone, Ranks
+
+# each has threads and connections, so optimizers of the same ranks have one; torch lets it live
+# until destroy_process_group()
+_controls: WeakValueDictionary[Any, Any] = WeakValueDictionary()
 
 
 def ranks_of(group: Any = None, timeout: float = TIMEOUT) -> Ranks:
@@ -33,19 +38,37 @@ def ranks_of(group: Any = None, timeout: float = TIMEOUT) -> Ranks:
 
 
 def beside(ranks: Ranks) -> Ranks:
-    """The same ranks over connections of their own, on the host, whatever else is under way.
+    """The same ranks over connections of their own; see `control`. All of them must call it."""
+    return control(tuple(ranks.members), ranks.timeout)
 
-    What travels here and there does not wait for one another. All ranks must call it.
+
+def control(members: tuple[int, ...], timeout: float) -> Ranks:
+    """Processes that agree over connections of their own, on the host, whatever else is under way.
+
+    `members`: their ranks among all processes, all of which must call it. What they ask each other
+    meets nothing that DDP, a checkpoint or directions send.
     """
-    if not dist.is_gloo_available():
-        return ranks
-    group = dist.new_group(
-        dist.get_process_group_ranks(ranks.group),
-        backend="gloo",
-        timeout=timedelta(seconds=ranks.timeout),
-        use_local_synchronization=True,
-    )
-    return Ranks(group, ranks.timeout)
+    key = (dist.group.WORLD, members, timeout)
+    group = _controls.get(key)
+    if group is None:
+        own = dist.is_gloo_available() and dist.get_backend() != "fake"
+        try:
+            group = dist.new_group(
+                list(members),
+                backend="gloo" if own else None,
+                timeout=timedelta(seconds=timeout),
+                # torch names a group that not all processes make by how many groups each has, in
+                # which they may differ: where all are members, all make it
+                use_local_synchronization=len(members) < dist.get_world_size(),
+            )
+        except RuntimeError as error:
+            raise Gone(
+                f"rank {dist.get_rank()} waited for ranks {', '.join(map(str, members))} to share "
+                f"an optimizer's steps, and not all came within {timeout:g} s: look at what the "
+                f"others printed last ({str(error).splitlines()[0]})"
+            ) from error
+        _controls[key] = group
+    return Ranks(group, timeout)
 
 
 def process_count() -> int:

@@ -57,7 +57,7 @@ def load_of(optimizer: Preconditioned, layout: Layout) -> Load:
     load = Load(state, sent, blocks, *np.zeros((2, layout.size)))
     owned = [0.0] * layout.size  # of the groups before, which owners are chosen by
     if layout.shared:
-        load.sent[:] += sent_by_reduce(AGREEMENT, layout.size)
+        load.sent[:] += sent_by_reduce(AGREEMENT, layout.ranks)
     for group in optimizer.param_groups:
         params = [p for p in group["params"] if p.numel() and p.requires_grad]
         method = [p for p in params if optimizer.takes(p, group)]

@@ -1,0 +1,179 @@
+"""Ranks agree over connections of their own: all hear of what one finds, and no wait is endless."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+import isokron
+from isokron.distributed.world import control
+from processes import mesh, outcomes, run
+
+# rank 1 stops in the middle of a step, for which rank 0 waits two seconds; the timeout of their
+# process group is torch's, half an hour
+ENDING = """
+import sys, time
+import torch
+from torch import distributed as dist, nn
+import isokron
+
+rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], 2)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+weights = [nn.Parameter(torch.ones(4, 5)), nn.Parameter(torch.ones(6, 3))]
+optimizer = isokron.Shampoo(weights)
+optimizer.distribute(timeout=2.0)
+for weight in weights:
+    weight.grad = torch.ones_like(weight)
+if rank:
+    optimizer.direction = lambda *_: time.sleep(300)
+optimizer.step()
+"""
+
+
+def test_a_process_that_gave_up_ends(tmp_path: Path) -> None:
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", ENDING, str(rank), str(tmp_path / "store")],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        _, text = ranks[0].communicate(timeout=100)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    assert ranks[0].returncode == 1
+    assert "Gone: rank 0 of 2 waited in all_gather for ranks that did not come within 2 s" in text
+
+
+def skipping(what: str) -> None:
+    """Rank 1 leaves out a step and goes on to the next backward pass, or to a collective."""
+    rank = dist.get_rank()
+    net = nn.parallel.DistributedDataParallel(nn.Linear(3, 4))
+    optimizer = isokron.SOAP(net.parameters())
+    optimizer.distribute(timeout=3.0)
+    for step in range(4):
+        optimizer.zero_grad()
+        net(torch.ones(2, 3)).square().sum().backward()
+        if not (rank and step == 2):
+            optimizer.step()
+        elif what == "collective":
+            dist.all_reduce(torch.ones(7))
+
+
+@pytest.mark.parametrize("what", ["backward", "collective"])
+def test_a_rank_that_leaves_out_a_step_is_missed(what: str) -> None:
+    first, _ = outcomes(2, skipping, what, seconds=50, awaited=1)
+    assert "rank 0 of 2 waited in optimizer.step() number 3 for ranks that did not" in str(first)
+
+
+def begun(timeout: float) -> None:
+    weight = nn.Parameter(torch.ones(4, 5))
+    optimizer = isokron.Shampoo([weight])
+    optimizer.distribute(timeout=timeout)
+    weight.grad = torch.ones_like(weight)
+    if dist.get_rank():
+        time.sleep(60)
+    optimizer.step()
+
+
+def test_a_rank_that_never_steps_is_missed() -> None:
+    first, _ = outcomes(2, begun, 2.0, seconds=50, awaited=1)
+    assert "rank 0 waited for ranks 0, 1 to share an optimizer's steps" in str(first)
+    assert "within 2 s" in str(first)
+
+
+def failing(what: str) -> tuple[str, bool]:
+    """One rank of three has something that cannot be stepped on."""
+    odd = dist.get_rank() == 1
+    table = nn.Embedding(6, 4, sparse=odd and what == "sparse")
+    params: list[Tensor] = [table.weight]
+    table(torch.tensor([1, 2])).sum().backward()
+    if what == "placed":
+        from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+
+        def placed(placement: Placement) -> Tensor:
+            return distribute_tensor(torch.ones(6, 4), mesh(3), [placement], src_data_rank=None)
+
+        weight = nn.Parameter(placed(Shard(0)))
+        weight.grad = placed(Replicate() if odd else Shard(0))
+        params = [weight]
+    optimizer = isokron.Shampoo(params)
+    if what != "placed":
+        optimizer.distribute(timeout=100)
+    if odd and what == "own":
+        optimizer._check_step = lambda: 1 // 0  # type: ignore[method-assign]
+    before = [param.detach().clone() for param in params]
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        optimizer.step()
+    unchanged = all(map(torch.equal, before, params)) and not optimizer.state
+    return f"{type(caught.value).__name__}: {caught.value}", unchanged
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("sparse", "RuntimeError: Shampoo does not support sparse gradients"),
+        ("placed", "ValueError: parameter 0 is placed as"),
+        ("own", "ZeroDivisionError: integer division or modulo by zero"),
+    ],
+)
+def test_what_one_rank_raises_all_hear_of_at_once(what: str, words: str) -> None:
+    for rank, (text, unchanged) in enumerate(run(3, failing, what, seconds=60)):
+        assert text.startswith(words if rank == 1 else f"Elsewhere: {words}")
+        assert text.endswith("(rank 1); no rank has stepped") == (rank != 1)
+        assert unchanged
+
+
+def replicas(what: str) -> tuple[str, int, Tensor]:
+    """HSDP: ranks 0 and 1 have the shards of one copy, 2 and 3 those of another."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    def placed(value: Tensor) -> Tensor:
+        return distribute_tensor(value, mesh(2, 2), [Replicate(), Shard(0)], src_data_rank=None)
+
+    odd, text = dist.get_rank() == 3, ""
+    weight = nn.Parameter(placed(torch.eye(8, 6)))
+    optimizer = isokron.SOAP([weight], lr=1e-2, nonfinite="skip", every=2)
+    for step in range(3):
+        weight.grad = placed(torch.randn(8, 6, generator=torch.Generator().manual_seed(step)))
+        if odd and step == 1 and what == "infinite":
+            weight.grad.to_local().fill_(torch.nan)  # type: ignore[attr-defined]
+        optimizer.param_groups[0]["lr"] = 0.2 if odd and step == 1 and what == "settings" else 0.1
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            text = str(error)
+    return text, optimizer.skipped_steps, weight.detach().full_tensor()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("what", ["settings", "infinite"])
+def test_copies_of_shards_agree_too(what: str) -> None:
+    everyone = run(4, replicas, what)
+    for text, skipped, weight in everyone:
+        assert torch.equal(weight, everyone[0][2])
+        if what == "settings":
+            assert "settings of group 0 must be the same on all 4 ranks" in text
+            assert "on rank 3" in text
+        else:
+            assert (text, skipped) == ("", 1)
+
+
+def kept() -> tuple[bool, bool]:
+    group = control((0, 1), 30.0).group
+    uneven = dist.new_group([0])  # of which rank 1 knows nothing
+    again, other = control((0, 1), 30.0).group, control((0, 1), 31.0).group
+    assert dist.get_rank() or dist.get_rank(uneven) == 0
+    return group is again, group is other
+
+
+def test_optimizers_of_the_same_ranks_have_one_group_whatever_other_groups_there_are() -> None:
+    assert run(2, kept) == [(True, False)] * 2
