@@ -16,7 +16,8 @@ def sum_(ranks: Ranks, tensors: Sequence[Tensor]) -> None:
     """Everybody's sum of each, in place: one collective a dtype."""
     for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
         some = [tensor for tensor in tensors if tensor.dtype is dtype]
-        flat = torch.cat([tensor.reshape(-1).to(ranks.device) for tensor in some])
+        device = ranks.near(some[0].device)
+        flat = torch.cat([tensor.reshape(-1).to(device) for tensor in some])
         ranks.all_reduce_(flat)
         for tensor, part in zip(some, flat.split([t.numel() for t in some]), strict=True):
             tensor.copy_(part.view(tensor.shape))
@@ -60,7 +61,8 @@ def columns_to_rows(ranks: Ranks, rows: Tensor, counts: Sequence[int]) -> Tensor
     """
     blocks, _, size = rows.shape
     parts = bounds(size, ranks.size)
-    sent = torch.cat([rows[..., a:b].reshape(-1) for a, b in parts]).to(ranks.device)
+    sent = torch.cat([rows[..., a:b].reshape(-1) for a, b in parts])
+    sent = sent.to(ranks.near(rows.device))
     first, last = parts[ranks.rank]
     of_each = [blocks * count * (last - first) for count in counts]
     to_each = [blocks * rows.size(1) * (b - a) for a, b in parts]

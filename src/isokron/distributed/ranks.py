@@ -61,6 +61,14 @@ class Ranks:
         here: torch.device | None = self.group.bound_device_id
         return here or torch.device(kinds[0].type, torch.accelerator.current_device_index())
 
+    def near(self, device: torch.device) -> torch.device:
+        """Where tensors of a device have to be to travel: there if the group has a way for it,
+        NCCL for CUDA; gloo's is the host."""
+        if device.type == "cpu" or torch.device(device.type) not in self.group._device_types:
+            return self.device
+        gloo = self.group._get_backend(torch.device(device.type)).name() == "gloo"
+        return self.device if gloo else device
+
     def all_reduce_(self, tensor: Tensor, op: Any = None, what: str = "all_reduce") -> Tensor:
         """Everybody's sum (or what `op` says), in place; `what`: for what, in an error."""
         self.traffic.sent += sent_by_reduce(_bytes(tensor), self.size)

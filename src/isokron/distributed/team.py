@@ -58,7 +58,8 @@ def side_by_side(ranks: Ranks | None, own: Tensor, dim: int = -1) -> Tensor:
     """Everybody's parts, which may differ in the length of one dimension, joined by rank."""
     if ranks is None:
         return own
-    parts = ranks.all_gather_uneven(own.movedim(dim, 0).contiguous().to(ranks.device))
+    sent = own.movedim(dim, 0).contiguous().to(ranks.near(own.device))
+    parts = ranks.all_gather_uneven(sent)
     return torch.cat(parts).movedim(0, dim).contiguous().to(own.device)
 
 
