@@ -177,3 +177,26 @@ def kept() -> tuple[bool, bool]:
 
 def test_optimizers_of_the_same_ranks_have_one_group_whatever_other_groups_there_are() -> None:
     assert run(2, kept) == [(True, False)] * 2
+
+
+def unlike() -> str:
+    """The first parameter is a DTensor on a mesh of the ranks that have the second whole."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    rank, over = dist.get_rank(), mesh(dist.get_world_size())
+    shard = nn.Parameter(distribute_tensor(torch.ones(4, 3), over, [Shard(0)], src_data_rank=None))
+    whole = nn.Parameter(torch.full((3, 5), 1.0 + 1e-6 * rank))
+    optimizer = isokron.SOAP([shard, whole])
+    optimizer.distribute(over.get_group())
+    for param in (shard, whole):
+        param.grad = torch.ones_like(param)
+    assert optimizer._sharing.place(shard).ranks == optimizer._sharing.place(whole).ranks  # type: ignore[union-attr]
+    with pytest.raises(RuntimeError) as caught:
+        optimizer.step()
+    assert len(optimizer._sharing.controls) == 1
+    return str(caught.value)
+
+
+def test_values_of_whole_parameters_are_compared_beside_sharded_ones() -> None:
+    for text in run(2, unlike):
+        assert "values of the parameters of group 0 must be the same on all 2 ranks" in text

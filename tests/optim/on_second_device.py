@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch import nn
 
 import isokron
@@ -100,6 +101,22 @@ def test_a_step_has_the_numbers_of_the_cpu_and_waits_for_the_device_once_at_most
     """Refreshes, landings and missing gradients included."""
     here, there = stepped_on_both(lambda model: case.make(isokron.param_groups(model)), 10, 6)
     assert_near(here, there, case)
+
+
+def test_what_ranks_agree_on_waits_for_the_device_once_at_most() -> None:
+    """The norms of all gradients are read with the sums that tell whether they are finite."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = net()
+    optimizer = isokron.SOAP(isokron.param_groups(model))
+    optimizer.distribute()
+    for step in range(2):  # in the first, the values of parameters are compared too
+        backward(model, optimizer, step)
+        with counted() as stalls:
+            optimizer._sharing.agreed(optimizer.param_groups, optimizer._check_step)
+    squares = sum(float(p.grad.double().square().sum()) for p in model.parameters())
+    assert len(stalls) == 1, stalls
+    assert optimizer._sharing.length == pytest.approx(squares**0.5, rel=1e-6)
+    dist.destroy_process_group()
 
 
 @every_case

@@ -1,6 +1,5 @@
 """With whom an optimizer shares its work, and what all of them must agree in before a step."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -44,6 +43,7 @@ class Sharing:
     controls: dict[Members, Ranks] = field(default_factory=dict)  # who agrees before a step
     meshes: dict[Any, Members] = field(default_factory=dict)
     asked: int = 0  # how many steps were asked for
+    length: float = 0.0  # of this step's gradients that all ranks have whole
     met: bool = False  # whether ranks have found that they start from the same parameters
 
     def place(self, param: Tensor) -> Place | None:
@@ -92,7 +92,8 @@ class Sharing:
     ) -> str | None:
         """Why this step is to be skipped, as `check` says on any rank; None: it is not.
 
-        Raises on all ranks where one does, and where they are about to do different things.
+        `check` reads `norms`, with whatever else it reads, into `length`. Raises on all ranks where
+        one does, and where they are about to do different things.
         """
         if not self.active(groups):
             return check()
@@ -101,17 +102,17 @@ class Sharing:
         parties.pop((), None)
         trouble = raised = None
         facts: dict[Members, list[tuple[str, Any]]] = {}
-        length = 0.0
+        self.length = 0.0
         try:
             if text := check():
                 trouble = Trouble(text, SKIP)
-            facts, length = self._facts(groups), self._length(groups)
+            facts = self._facts(groups)
         except Exception as error:  # whatever it is, the others must not wait for this rank
             trouble, raised = trouble_of(error), error
         what = f"optimizer.step() number {self.asked}"
         for who in parties:  # all of them hear of it before anybody raises
-            whole = length if who == self.meshes.get(None) else 0.0
-            told = agreed_trouble(self._control(who), facts.get(who, []), trouble, whole, what)
+            length = self.length if who == self.meshes.get(None) else 0.0
+            told = agreed_trouble(self._control(who), facts.get(who, []), trouble, length, what)
             trouble = told or trouble
         if raised is not None:
             raise raised
@@ -126,20 +127,17 @@ class Sharing:
             self.controls[members] = control(members, self.timeout)
         return self.controls[members]
 
-    def _length(self, groups: Sequence[Mapping[str, Any]]) -> float:
-        """The norm of gradients that all ranks have whole, and so must have alike."""
+    def norms(self, groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
+        """Of gradients that all ranks have whole, and so must have alike: [n], one a device."""
         if self.ranks is None:
-            return 0.0
+            return []
         params = [p for group in groups for p in group["params"] if not is_sharded(p)]
         grads = [p.grad for p in params if p.grad is not None]
-        if not grads:
-            return 0.0
         wide = reduce(torch.promote_types, {grad.dtype for grad in grads}, torch.float32)
         norms: dict[torch.device, list[Tensor]] = {}
-        for norm in torch._foreach_norm(grads, dtype=wide):
+        for norm in torch._foreach_norm(grads, dtype=wide) if grads else ():
             norms.setdefault(norm.device, []).append(norm)
-        # each device is waited for once
-        return math.hypot(*(float(torch.stack(some).double().norm()) for some in norms.values()))
+        return [torch.stack(several).double() for several in norms.values()]
 
     def _facts(self, groups: Sequence[Mapping[str, Any]]) -> dict[Members, list[tuple[str, Any]]]:
         """What all that share parameters must agree in before this step."""

@@ -8,6 +8,7 @@ moment, grafting, weight decay, cadence, averages, checks and checkpoints are th
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import hypot
 from typing import Any, ClassVar
 
 import torch
@@ -235,9 +236,11 @@ class Preconditioned(torch.optim.Optimizer):
         """
         who, groups, unread = type(self).__name__, self.param_groups, self.refresher.unread
         check_kinds(who, groups)
-        sums = gradient_sums(groups, self.squares)
-        values = on_host([*sums, *(last.outcome for last in unread)])
-        self.refresher.note(who, values[len(sums) :])
+        sums, norms = gradient_sums(groups, self.squares), self._sharing.norms(groups)
+        values = on_host([*sums, *norms, *(last.outcome for last in unread)])
+        lengths, outcomes = values[len(sums) :][: len(norms)], values[len(sums) + len(norms) :]
+        self._sharing.length = hypot(*(length for several in lengths for length in several))
+        self.refresher.note(who, outcomes)
         self.refresher.raise_error()
         return check_sums(who, groups, self.squares, values[: len(sums)])
 
