@@ -243,6 +243,31 @@ def test_ranks_that_differ_all_raise_before_anything_changes(what: str, words: s
         assert words in text
 
 
+def reordered(named: bool) -> str:
+    """Shards of equal shapes in another order on one rank."""
+    from torch.distributed.fsdp import fully_shard
+
+    net = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    fully_shard(net)
+    params = list(net.named_parameters())
+    if dist.get_rank():
+        params.reverse()
+    optimizer = isokron.Shampoo(params if named else [param for _, param in params])
+    net(torch.ones(2, 4)).sum().backward()
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_shards_of_equal_shapes_in_another_order_are_known_by_their_names() -> None:
+    for text in run(2, reordered, True):
+        assert "parameters of group 0 must be the same on all 2 ranks" in text
+        assert '[["0.weight", [4, 4]' in text
+    assert run(2, reordered, False) == ["", ""]  # as docs/distributed.md says
+
+
 def failing() -> tuple[str, bool]:
     """A refresh fails for the rank that owns the block, more often than is tolerated."""
     weight = nn.Parameter(torch.ones(4, 5))
@@ -336,10 +361,13 @@ def placed() -> list[str]:
     weight = torch.ones(8, 6)
     both = nn.Parameter(distribute_tensor(weight, over, [Shard(0), Shard(1)]))
     texts = []
-    both.grad = distribute_tensor(weight, over, [Shard(0), Shard(1)])
     with pytest.raises(ValueError, match="sharded") as caught:
-        isokron.Muon([both]).step()
+        isokron.Muon([("both", both)])
     texts.append(str(caught.value))
+    optimizer = isokron.Muon([nn.Parameter(weight.clone())])
+    with pytest.raises(ValueError, match="parameter number 0 of shape"):
+        optimizer.add_param_group({"params": [both]})
+    assert len(optimizer.param_groups) == 1
     columns = nn.Parameter(distribute_tensor(weight, over, [Replicate(), Shard(1)]))
     columns.grad = DTensor.from_local(weight, over, [Replicate(), Replicate()])
     with pytest.raises(ValueError, match="placed") as caught:
@@ -350,6 +378,7 @@ def placed() -> list[str]:
 
 def test_placements_that_are_not_supported_are_refused() -> None:
     for texts in run(4, placed):
+        assert texts[0].startswith("Muon: parameter 'both': a DTensor of shape (8, 6) is placed as")
         assert "may be sharded along one dimension of a mesh" in texts[0]
         assert "redistribute the gradient" in texts[1]
 

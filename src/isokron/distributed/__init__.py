@@ -22,7 +22,7 @@ from isokron.distributed.places import (
 )
 from isokron.distributed.ranks import TIMEOUT, Ranks
 from isokron.distributed.regions import block_of_shard, holders
-from isokron.distributed.sharing import Sharing, check_communication
+from isokron.distributed.sharing import Sharing, check_communication, cut_along
 from isokron.distributed.travel import Arriving, Travel
 from isokron.distributed.world import process_count, ranks_of
 
@@ -41,6 +41,7 @@ __all__ = [
     "block_of_shard",
     "check_communication",
     "completed",
+    "cut_along",
     "fill_",
     "full_is_asked_for",
     "full_state_dict",

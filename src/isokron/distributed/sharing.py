@@ -174,7 +174,7 @@ def cut_along(param: Tensor) -> int | None:
     cut = [i for i, placement in enumerate(placements) if not placement.is_replicate()]
     if len(cut) > 1 or not all(is_plain_shard(placements[i]) for i in cut):
         raise ValueError(
-            f"a parameter of shape {tuple(param.shape)} is placed as {placements} on a mesh of "
+            f"a DTensor of shape {tuple(param.shape)} is placed as {placements} on a mesh of "
             f"{tuple(mesh.shape)}; parameters may be sharded along one dimension of a mesh and "
             "replicated along the others (FSDP2, HSDP, or tensor parallel alone)"
         )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isokron.distributed import is_flat_shard
+from isokron.distributed import cut_along, is_flat_shard, is_sharded
 from isokron.optim.blocks import split_sizes
 from isokron.optim.cadence import check_cadence
 from isokron.optim.settings import CHOICES, SHARED
@@ -266,6 +266,11 @@ def check_param(
     if split is not None:
         try:
             split_sizes(param.shape[stacked:], split, group["split_dim"])
+        except ValueError as error:
+            raise ValueError(f"{optimizer}: parameter {name}: {error}") from None
+    if is_sharded(param):
+        try:
+            cut_along(param)
         except ValueError as error:
             raise ValueError(f"{optimizer}: parameter {name}: {error}") from None
     if not param.is_floating_point():
