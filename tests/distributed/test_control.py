@@ -200,3 +200,76 @@ def unlike() -> str:
 def test_values_of_whole_parameters_are_compared_beside_sharded_ones() -> None:
     for text in run(2, unlike):
         assert "values of the parameters of group 0 must be the same on all 2 ranks" in text
+
+
+def broadcast(name: str) -> tuple[int, bool]:
+    """State of rank 0 alone, as torch gathers it, given back to an optimizer made anew."""
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+    from torch.distributed.fsdp import fully_shard
+
+    def made() -> tuple[nn.Module, isokron.Preconditioned]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
+        fully_shard(net)
+        optimizer: isokron.Preconditioned = getattr(isokron, name)(isokron.param_groups(net))
+        return net, optimizer
+
+    def train(net: nn.Module, optimizer: isokron.Preconditioned, steps: range) -> None:
+        for step in steps:
+            optimizer.zero_grad()
+            inputs = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
+            net(inputs).square().sum().backward()
+            optimizer.step()
+
+    (net, optimizer), (other, loaded) = made(), made()
+    train(net, optimizer, range(3))
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_optimizer_state_dict(net, optimizer, options=options)
+    other.load_state_dict(net.state_dict())
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_optimizer_state_dict(other, loaded, state, options=options)
+    for each in ((net, optimizer), (other, loaded)):
+        train(*each, range(3, 5))
+    pairs = zip(net.parameters(), other.parameters(), strict=True)
+    same = [torch.equal(one.to_local(), two.to_local()) for one, two in pairs]  # type: ignore[attr-defined]
+    return len(state), all(same)
+
+
+@pytest.mark.parametrize("name", ["SOAP", "Quad", "Skew"])
+def test_state_of_rank_0_is_broadcast_by_torch_and_resumes(name: str) -> None:
+    first, second = run(2, broadcast, name)
+    assert first[0] > 0 == second[0]
+    assert [first[1], second[1]] == [True, True]
+
+
+def saving(folder: Path) -> list[bool]:
+    """Steps of SOAP while torch writes, on a thread, what there was before them."""
+    from torch.distributed import checkpoint
+    from torch.distributed.fsdp import fully_shard
+
+    own = dist.new_group(backend="gloo")
+    net = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+    fully_shard(net)
+    optimizer = isokron.SOAP(isokron.param_groups(net))
+    right = []
+    for step in range(3):
+        optimizer.zero_grad()
+        net(torch.ones(2, 4)).square().sum().backward()
+        saved = {name: value.clone() for name, value in net.state_dict().items()}
+        writing = checkpoint.async_save(
+            net.state_dict(), checkpoint_id=folder / str(step), process_group=own
+        )
+        optimizer.step()
+        writing.result()
+        loaded = {name: torch.zeros_like(value) for name, value in saved.items()}
+        checkpoint.load(loaded, checkpoint_id=folder / str(step))
+        right += [torch.equal(loaded[k].to_local(), saved[k].to_local()) for k in saved]
+    return right
+
+
+def test_steps_go_on_while_a_checkpoint_is_written_on_a_group_of_its_own(tmp_path: Path) -> None:
+    assert run(2, saving, tmp_path) == [[True] * 12] * 2

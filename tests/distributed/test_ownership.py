@@ -191,6 +191,31 @@ def test_what_travels_in_half_precision_is_the_same_on_all_ranks() -> None:
     assert 1e-6 < largest < 1e-2
 
 
+def half(dtype: torch.dtype | None) -> tuple[list[Tensor], int]:
+    """Parameters in bfloat16, and the bytes this rank has sent for a step but for agreements."""
+    generator = torch.Generator().manual_seed(0)
+    params = [nn.Parameter(torch.randn(8, 6, generator=generator).bfloat16()) for _ in range(4)]
+    optimizer = isokron.SOAP(params, every=2)
+    if dist.is_initialized():
+        optimizer.distribute(communication_dtype=dtype)
+    for _ in range(STEPS):
+        for param in params:
+            param.grad = torch.randn(8, 6, generator=generator).bfloat16()
+        optimizer.step()
+    ranks = optimizer._sharing.ranks
+    return [p.detach() for p in params], ranks.traffic.sent // STEPS if ranks else 0
+
+
+def test_directions_of_parameters_in_half_precision_travel_in_float32_unless_told() -> None:
+    wanted, _ = half(None)
+    elements = 2 * 8 * 6  # of the two blocks that a rank owns
+    for found, sent in run(2, half, None):
+        assert sent == 4 * elements
+        for one, many in zip(wanted, found, strict=True):
+            torch.testing.assert_close(many, one, rtol=2**-7, atol=0)  # a last bit of bfloat16
+    assert [sent for _, sent in run(2, half, torch.bfloat16)] == [2 * elements] * 2
+
+
 def changed_midway(kind: str, what: str) -> list[Tensor]:
     """Something changes that makes plans anew: whoever has the state of a block keeps it."""
     case = next(case for case in CASES if case.name == "soap")
