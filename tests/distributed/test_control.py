@@ -45,7 +45,7 @@ def test_a_process_that_gave_up_ends(tmp_path: Path) -> None:
         for rank in range(2)
     ]
     try:
-        _, text = ranks[0].communicate(timeout=100)
+        _, text = ranks[0].communicate(timeout=150)
     finally:
         for rank in ranks:
             rank.kill()
@@ -169,14 +169,42 @@ def test_copies_of_shards_agree_too(what: str) -> None:
 
 def kept() -> tuple[bool, bool]:
     group = control((0, 1), 30.0).group
-    uneven = dist.new_group([0])  # of which rank 1 knows nothing
     again, other = control((0, 1), 30.0).group, control((0, 1), 31.0).group
-    assert dist.get_rank() or dist.get_rank(uneven) == 0
     return group is again, group is other
 
 
-def test_optimizers_of_the_same_ranks_have_one_group_whatever_other_groups_there_are() -> None:
+def test_optimizers_of_all_ranks_have_one_group() -> None:
     assert run(2, kept) == [(True, False)] * 2
+
+
+def among_others() -> tuple[tuple[int, ...], str, float]:
+    """Two of three ranks share, and one of them is in a group more than the other."""
+    rank = dist.get_rank()
+    dist.new_group([1])
+    pair = dist.new_group([1, 2])
+    weight = nn.Parameter(torch.ones(4, 5))
+    weight.grad = torch.ones_like(weight)
+    text = ""
+    for lr in (0.1, 0.1 + rank):
+        optimizer = isokron.Shampoo([weight], lr=lr)
+        if rank:
+            optimizer.distribute(pair, timeout=20)
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            text = str(error)
+    members = [ranks.members for ranks in optimizer._sharing.controls.values()]
+    return (members or [()])[0], text, float(weight.sum())
+
+
+def test_some_ranks_share_whatever_other_groups_they_are_in() -> None:
+    first, *pair = run(3, among_others)
+    assert first[:2] == ((), "")
+    for members, text, total in pair:
+        assert members == (1, 2)
+        assert "settings of group 0 must be the same on all 2 ranks, but rank 1 has" in text
+        assert "on rank 2" in text
+        assert total == pair[0][2]
 
 
 def unlike() -> str:

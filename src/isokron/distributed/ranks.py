@@ -37,20 +37,21 @@ class Ranks:
     group: Any  # a torch.distributed.ProcessGroup
     timeout: float = TIMEOUT
     traffic: Traffic = field(default_factory=Traffic, compare=False)
+    listed: tuple[int, ...] = ()  # `members` of a group that torch has no list of
 
     @property
     def rank(self) -> int:
         """This process, counted in the group."""
-        return dist.get_rank(self.group)
+        return int(self.group.rank())
 
     @property
     def size(self) -> int:
-        return dist.get_world_size(self.group)
+        return int(self.group.size())
 
     @property
-    def members(self) -> list[int]:
+    def members(self) -> tuple[int, ...]:
         """Every rank of the group, counted among all processes."""
-        return dist.get_process_group_ranks(self.group)
+        return self.listed or tuple(dist.get_process_group_ranks(self.group))
 
     @property
     def device(self) -> torch.device:

@@ -1,16 +1,17 @@
 """The processes there are, and how one asks to be one of those that share."""
 
+from collections import Counter
 from datetime import timedelta
 from typing import Any
 from weakref import WeakValueDictionary
 
+import torch
 from torch import distributed as dist
 
 from isokron.distributed.ranks import TIMEOUT, Gone, Ranks
 
-# each has threads and connections, so optimizers of the same ranks have one; torch lets it live
-# until destroy_process_group()
 _controls: WeakValueDictionary[Any, Any] = WeakValueDictionary()
+_made: Counter[tuple[int, ...]] = Counter()  # groups of some processes, by their members
 
 
 def ranks_of(group: Any = None, timeout: float = TIMEOUT) -> Ranks:
@@ -39,36 +40,52 @@ def ranks_of(group: Any = None, timeout: float = TIMEOUT) -> Ranks:
 
 def beside(ranks: Ranks) -> Ranks:
     """The same ranks over connections of their own; see `control`. All of them must call it."""
-    return control(tuple(ranks.members), ranks.timeout)
+    return control(tuple(sorted(ranks.members)), ranks.timeout)
 
 
 def control(members: tuple[int, ...], timeout: float) -> Ranks:
     """Processes that agree over connections of their own, on the host, whatever else is under way.
 
-    `members`: their ranks among all processes, all of which must call it. What they ask each other
-    meets nothing that DDP, a checkpoint or directions send.
+    `members`: their ranks among all processes, in order; all of them must call it. What they ask
+    each other meets nothing that DDP, a checkpoint or directions send.
     """
-    key = (dist.group.WORLD, members, timeout)
+    make = _of_all if len(members) == dist.get_world_size() else _of_some
+    try:
+        return make(members, timeout)
+    except RuntimeError as error:
+        raise Gone(
+            f"rank {dist.get_rank()} waited for ranks {', '.join(map(str, members))} to share an "
+            f"optimizer's steps, and not all came within {timeout:g} s: look at what the others "
+            f"printed last ({str(error).splitlines()[0]})"
+        ) from error
+
+
+def _of_all(members: tuple[int, ...], timeout: float) -> Ranks:
+    """Torch keeps it until destroy_process_group(): optimizers have one in common."""
+    key = (dist.group.WORLD, timeout)
     group = _controls.get(key)
     if group is None:
         own = dist.is_gloo_available() and dist.get_backend() != "fake"
-        try:
-            group = dist.new_group(
-                list(members),
-                backend="gloo" if own else None,
-                timeout=timedelta(seconds=timeout),
-                # torch names a group that not all processes make by how many groups each has, in
-                # which they may differ: where all are members, all make it
-                use_local_synchronization=len(members) < dist.get_world_size(),
-            )
-        except RuntimeError as error:
-            raise Gone(
-                f"rank {dist.get_rank()} waited for ranks {', '.join(map(str, members))} to share "
-                f"an optimizer's steps, and not all came within {timeout:g} s: look at what the "
-                f"others printed last ({str(error).splitlines()[0]})"
-            ) from error
+        seconds = timedelta(seconds=timeout)
+        group = dist.new_group(list(members), seconds, "gloo" if own else None)
         _controls[key] = group
     return Ranks(group, timeout)
+
+
+def _of_some(members: tuple[int, ...], timeout: float) -> Ranks:
+    """As new_group(use_local_synchronization=True), but named by its members: torch's name has the
+    number of groups that a process is in, and where members are in differently many they would
+    wait for each other under different names."""
+    _made[members] += 1
+    name = f"isokron {members} {_made[members]}"
+    store = torch._C._distributed_c10d.PrefixStore(name, dist.distributed_c10d._get_default_store())
+    rank, size = members.index(dist.get_rank()), len(members)
+    kind = dist.ProcessGroup.BackendType.GLOO
+    group = dist.ProcessGroup(store, rank, size)
+    group._set_default_backend(kind)
+    gloo = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
+    group._register_backend(torch.device("cpu"), kind, gloo)
+    return Ranks(group, timeout, listed=members)
 
 
 def process_count() -> int:
