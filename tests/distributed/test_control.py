@@ -167,6 +167,32 @@ def test_copies_of_shards_agree_too(what: str) -> None:
             assert (text, skipped) == ("", 1)
 
 
+def begun_apart(rank: int) -> str:
+    """HSDP as FSDP2 makes it, from another seed on one rank, or on none."""
+    from torch.distributed.fsdp import fully_shard
+
+    over = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    torch.manual_seed(int(dist.get_rank() == rank))
+    net = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
+    fully_shard(net, mesh=over)
+    before = [param.detach().to_local().clone() for param in net.parameters()]  # type: ignore[attr-defined]
+    optimizer = isokron.SOAP(isokron.param_groups(net))
+    net(torch.ones(2, 6)).square().sum().backward()
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        after = [param.detach().to_local() for param in net.parameters()]  # type: ignore[attr-defined]
+        return str(error) if all(map(torch.equal, before, after)) else "changed"
+    return ""
+
+
+def test_copies_of_shards_must_begin_alike() -> None:
+    words = "copies of sharded parameters must have the same values, but those of rank 3 differ"
+    for text in outcomes(4, begun_apart, 3):
+        assert words in str(text)
+    assert outcomes(4, begun_apart, -1) == [("",)] * 4
+
+
 def kept() -> tuple[bool, bool]:
     group = control((0, 1), 30.0).group
     again, other = control((0, 1), 30.0).group, control((0, 1), 31.0).group

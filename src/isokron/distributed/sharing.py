@@ -1,7 +1,7 @@
 """With whom an optimizer shares its work, and what all of them must agree in before a step."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any
 
@@ -15,10 +15,11 @@ from isokron.distributed.places import (
     chunk_bounds,
     is_plain_shard,
     is_sharded,
+    local,
     mesh_of,
     sum_of_bits,
 )
-from isokron.distributed.ranks import TIMEOUT, Ranks
+from isokron.distributed.ranks import TIMEOUT, Ranks, Traffic, fingerprint
 from isokron.distributed.team import Elsewhere
 from isokron.distributed.world import control
 
@@ -119,6 +120,9 @@ class Sharing:
         if trouble is not None and trouble.level > SKIP:
             kind = FloatingPointError if trouble.level == NOT_FINITE else Elsewhere
             raise kind(f"{trouble.text}; no rank has stepped")
+        if not self.met:
+            for who in parties:
+                self._compare_copies(self._control(who), groups)
         self.met = True
         return None if trouble is None else trouble.text
 
@@ -126,6 +130,27 @@ class Sharing:
         if members not in self.controls:
             self.controls[members] = control(members, self.timeout)
         return self.controls[members]
+
+    def _compare_copies(self, control: Ranks, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raise on all ranks unless those with the same shards have the same values in them."""
+        params = [p for group in groups for p in group["params"] if is_sharded(p)]
+        params = [p for p in params if self.members(p) == control.members]
+        meshes = [(mesh_of(param)[0], cut_along(param)) for param in params]
+        if all(mesh.size() == (1 if cut is None else mesh.size(cut)) for mesh, cut in meshes):
+            return  # nobody has a copy
+        where = [None if cut is None else mesh.get_coordinate()[cut] for mesh, cut in meshes]
+        own = [fingerprint(where), fingerprint([sum_of_bits(local(param)) for param in params])]
+        asked = replace(control, traffic=Traffic())  # once, and so in no account of steps
+        everyone = asked.all_gather(torch.tensor(own, device=control.device)).tolist()
+        first: dict[int, tuple[int, int]] = {}
+        for rank, (shard, bits) in zip(control.members, everyone, strict=True):
+            other, known = first.setdefault(shard, (rank, bits))
+            if bits != known:
+                raise RuntimeError(
+                    f"copies of sharded parameters must have the same values, but those of rank "
+                    f"{rank} differ from those of rank {other}; make the model from one seed on "
+                    "all ranks, or load it from one checkpoint"
+                )
 
     def norms(self, groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
         """Of gradients that all ranks have whole, and so must have alike: [n], one a device."""
