@@ -91,6 +91,14 @@ def full(path: str) -> None:
     for i, entry in expected["state"].items():
         assert whole["state"][i].keys() == entry.keys()
         assert all(torch.equal(whole["state"][i][key], value) for key, value in entry.items())
+    last = dist.get_world_size() - 1
+    alone = optimizer.full_state_dict(to_rank=last)
+    if dist.get_rank() != last:
+        assert alone == {}
+    else:
+        assert alone["param_groups"] == whole["param_groups"]
+        for i, entry in whole["state"].items():
+            assert all(torch.equal(alone["state"][i][key], value) for key, value in entry.items())
     torch.save(whole, f"{path}.{dist.get_rank()}")
     loaded = torch.load(f"{path}.{dist.get_rank()}", weights_only=True)
 

@@ -1,13 +1,14 @@
 """Who owns which block, and how blocks travel."""
 
 from isokron.distributed.agreement import agreed_trouble
-from isokron.distributed.complete import completed, gathered
+from isokron.distributed.complete import completed
 from isokron.distributed.ownership import assign, block_cost
 from isokron.distributed.partial import (
     PartialState,
     asked_by_torch,
     full_is_asked_for,
     full_state_dict,
+    is_receiver,
     partial_state,
 )
 from isokron.distributed.places import (
@@ -46,9 +47,9 @@ __all__ = [
     "full_is_asked_for",
     "full_state_dict",
     "gather_parts_",
-    "gathered",
     "holders",
     "is_flat_shard",
+    "is_receiver",
     "is_sharded",
     "local",
     "part_of",

@@ -6,7 +6,11 @@ from functools import cache
 from types import FrameType
 from typing import Any, NoReturn
 
+from torch import distributed as dist
 from torch.utils import _pytree as pytree
+
+from isokron.distributed.ranks import Ranks
+from isokron.distributed.world import process_count
 
 
 class PartialState(dict[Any, Any]):
@@ -54,13 +58,37 @@ def _let_trees_know() -> None:
     )
 
 
-def full_state_dict(optimizer: Any) -> dict[str, Any]:
-    """The parts of all ranks put together, on all of them; all must call it.
+def full_state_dict(optimizer: Any, to_rank: int | None = None) -> dict[str, Any]:
+    """The parts of all ranks put together, in the format of the optimizer that is not distributed.
 
-    The same format as of the optimizer that is not distributed.
+    All ranks must call it. All get it, or `to_rank` alone, counted in all processes: the others
+    get {}.
     """
     gather = getattr(optimizer, "full_state_dict", None)
-    return gather() if gather is not None else optimizer.state_dict()
+    if gather is not None:
+        full: dict[str, Any] = gather(to_rank)
+        return full
+    state: dict[str, Any] = optimizer.state_dict()
+    return state if is_receiver(to_rank) else {}
+
+
+def is_receiver(to_rank: int | None) -> bool:
+    """Whether this process is to get what goes to one rank, or to all for None."""
+    count = max(1, process_count())
+    if to_rank is None:
+        return True
+    if isinstance(to_rank, bool) or not isinstance(to_rank, int) or not 0 <= to_rank < count:
+        raise ValueError(
+            f"to_rank must be None, for all ranks, or one of the ranks 0 to {count - 1}, got "
+            f"{to_rank!r}"
+        )
+    return to_rank == (dist.get_rank() if process_count() else 0)
+
+
+def rank_in(ranks: Ranks, rank: int) -> int | None:
+    """How these ranks count a process that is `rank` of all; None if it is not one of them."""
+    members = dist.get_process_group_ranks(ranks.group)
+    return members.index(rank) if rank in members else None
 
 
 def asked_by_torch() -> Any:

@@ -19,9 +19,8 @@ from isokron.distributed import (
     Sharing,
     asked_by_torch,
     check_communication,
-    completed,
     full_is_asked_for,
-    gathered,
+    is_receiver,
     partial_state,
     ranks_of,
 )
@@ -29,6 +28,7 @@ from isokron.linalg import on_host
 from isokron.optim import checkpoint
 from isokron.optim.blocks import Batch, Block, Observed, cut_blocks
 from isokron.optim.checks import check_kinds, check_sums, gradient_sums
+from isokron.optim.full_state import full_state
 from isokron.optim.groups import (
     check_adamw,
     check_group,
@@ -304,7 +304,8 @@ class Preconditioned(torch.optim.Optimizer):
         # parameters that share a counter here must not in an optimizer that counts each by itself
         packed["state"] = {
             index: {**entry, "step": torch.as_tensor(entry["step"]).clone()}
-            for index, entry in packed["state"].items()
+            # a batch at a time, `state` is in another order on every rank
+            for index, entry in sorted(packed["state"].items())
         }
         if asked_by_torch() is not None:
             packed["param_groups"] = checkpoint.spelt(packed)
@@ -319,21 +320,19 @@ class Preconditioned(torch.optim.Optimizer):
         several = any(ranks.size > 1 for ranks in parties)
         return several and bool(self.state) and (blocks or self._sharing.ranks is not None)
 
-    def full_state_dict(self) -> dict[str, Any]:
+    def full_state_dict(self, to_rank: int | None = None) -> dict[str, Any]:
         """The state of all blocks and of whole parameters, as one process would have it.
 
-        Where work is divided, all ranks must call it, and all get the whole.
+        Where work is divided, all ranks must call it. All get it, or `to_rank` alone, counted in
+        all processes; the others get {}. Beside the result a rank needs memory for one bucket.
         """
-        return self._completed(self.state_dict())
+        return self._completed(self.state_dict(), to_rank)
 
-    def _completed(self, packed: Mapping[str, Any]) -> dict[str, Any]:
-        entries = {
-            number: {key: gathered(value) for key, value in entry.items()}
-            for number, entry in packed["state"].items()
-        }
-        for ranks in self._sharing.parties(self.param_groups):
-            entries = completed(entries, ranks)
-        return {**packed, "state": entries}
+    def _completed(self, packed: Mapping[str, Any], to_rank: int | None = None) -> dict[str, Any]:
+        receives = is_receiver(to_rank)
+        who, groups, plans = type(self).__name__, self.param_groups, self._plans.made
+        state = full_state(who, packed["state"], groups, plans, self._sharing, to_rank)
+        return {**packed, "state": state} if receives else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume from a state dict, to the bit; half-precision parameters keep float32 state."""

@@ -3,11 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from isokron.distributed.buckets import Bucket, Piece, cuts
-from isokron.distributed.exchange import begin_gather
+from isokron.distributed.complete import Divided, Part, completed
 from isokron.distributed.ranks import Ranks
 from isokron.optim.fused import FusedList
 from isokron.optim.groups import state_dtype
@@ -99,28 +98,34 @@ def whole_state(
     owned: Mapping[int, Sequence[Owned]],
     params: Sequence[Tensor],
     groups: Sequence[Mapping[str, Any]],
+    to: int | None,
+    bucket_bytes: int,
 ) -> dict[int, dict[str, Tensor]]:
-    """The moments of whole parameters, from the owners of their pieces to all ranks.
+    """The moments of whole parameters, from the owners of their pieces to all ranks or to one.
 
     `groups`: of every parameter.
     """
+    here = {
+        (piece.parameter, name, piece.number): values[at]
+        for several in owned.values()
+        for each in several
+        for name, values in each.fused.state.items()
+        for at, piece in enumerate(each.pieces)
+    }
+    parts: dict[tuple[int, str], list[Part]] = {}
+    for piece in sorted((p for b in buckets for p in b.pieces), key=lambda p: p.parameter):
+        at = (0, piece.offset, piece.offset + piece.length)
+        for name in moments(groups[piece.parameter]):
+            mine = here.get((piece.parameter, name, piece.number))
+            parts.setdefault((piece.parameter, name), []).append(Part(piece.owner, *at, mine))
+    divided = {
+        (i, name): Divided(
+            (params[i].numel(),), state_dtype(params[i], groups[i]), params[i].device, each
+        )
+        for (i, name), each in parts.items()
+    }
     full: dict[int, dict[str, Tensor]] = {}
-    for bucket in buckets:
-        dtypes = {i: state_dtype(params[i], groups[i]) for i in bucket.parameters}
-        for i, dtype in dtypes.items():
-            for name in moments(groups[i]):
-                shaped = torch.empty(params[i].shape, dtype=dtype, device=params[i].device)
-                full.setdefault(i, {}).setdefault(name, shaped)
-        widest = max(dtypes.values(), key=lambda dtype: dtype.itemsize)
-        like = torch.empty(0, dtype=widest, device=params[bucket.parameters[0]].device)
-        for name in dict.fromkeys(key for i in bucket.parameters for key in full[i]):
-            mine = {
-                piece: values[at]
-                for each in owned.get(bucket.number, ())
-                if (values := each.fused.state.get(name)) is not None
-                for at, piece in enumerate(each.pieces)
-            }
-            flats = {i: full[i][name].view(-1) for i in bucket.parameters if name in full[i]}
-            wanted = [piece for piece in bucket.pieces if piece.parameter in flats]
-            begin_gather(ranks, bucket, mine, like).write_(flats, wanted)
+    for (i, name), flat in completed(ranks, divided, to, bucket_bytes).items():
+        alone = flat is parts[i, name][0].here  # the state itself
+        full.setdefault(i, {})[name] = (flat.clone() if alone else flat).view(params[i].shape)
     return full

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from isokron.distributed.exchange import Gathering
 from isokron.distributed.gradients import AHEAD, AtStep, InBackward
-from isokron.distributed.partial import full_is_asked_for, partial_state
+from isokron.distributed.partial import full_is_asked_for, is_receiver, partial_state, rank_in
 from isokron.distributed.places import sum_of_bits
 from isokron.distributed.ranks import TIMEOUT
 from isokron.distributed.world import beside, ranks_of
@@ -190,12 +190,24 @@ class ShardedAdamW(torch.optim.Optimizer):
         return partial_state(packed)
 
     @torch.no_grad()
-    def full_state_dict(self) -> dict[str, Any]:
-        """The state of all ranks, as isokron.AdamW and torch have it, on all; all must call it."""
-        shards, groups = self._shards, self._groups()
+    def full_state_dict(self, to_rank: int | None = None) -> dict[str, Any]:
+        """The state of all ranks, as isokron.AdamW and torch have it; all must call it.
+
+        All get it, or `to_rank` alone, counted in all processes: the others get {}.
+        """
+        receives, shards, groups = is_receiver(to_rank), self._shards, self._groups()
         active = [bucket for bucket in shards.buckets if bucket.number not in shards.idle]
-        self._control.agree(f"{WHO}: which buckets have state", [b.number for b in active])
-        full = whole_state(self.ranks, active, shards.owned, shards.params, groups)
+        self._control.agree(
+            f"{WHO}: to_rank, which buckets have state, and steps",
+            [to_rank, [b.number for b in active], [float(step) for step in shards.steps]],
+        )
+        to = None if to_rank is None else rank_in(self.ranks, to_rank)
+        if to_rank is not None and to is None:
+            return {}
+        where = (active, shards.owned, shards.params, groups, to, shards.bucket_bytes)
+        full = whole_state(self.ranks, *where)
+        if not receives:
+            return {}
         state = {i: {"step": shards.steps[i].clone(), **full[i]} for i in sorted(full)}
         return {"state": state, "param_groups": super().state_dict()["param_groups"]}
 
