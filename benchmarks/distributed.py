@@ -52,8 +52,8 @@ def make(name: str, model: nn.Module) -> isokron.Preconditioned:
     return optimizer
 
 
-def measured(name: str, layout: str, cycles: int) -> Figures:
-    """On a rank."""
+def shared(name: str, layout: str) -> tuple[nn.Module, isokron.Preconditioned]:
+    """On a rank: the decoder and its optimizer."""
     model = decoder()
     if layout == "fsdp":
         from torch.distributed.device_mesh import init_device_mesh
@@ -63,6 +63,12 @@ def measured(name: str, layout: str, cycles: int) -> Figures:
     optimizer = make(name, model)
     if layout == "ddp":
         optimizer.distribute()
+    return model, optimizer
+
+
+def measured(name: str, layout: str, cycles: int) -> Figures:
+    """On a rank."""
+    model, optimizer = shared(name, layout)
     generator = torch.Generator().manual_seed(1)
     for param in model.parameters():
         noise = torch.randn(param.shape, generator=generator)

@@ -22,21 +22,13 @@ from torch import distributed as dist
 from torch import nn
 
 import isokron
-from distributed import OPTIMIZERS, decoder, make
+from distributed import OPTIMIZERS, decoder, shared
 from isokron.planning.report import in_bytes
 
 
 def stepped(name: str, layout: str) -> isokron.Preconditioned:
     """On a rank: an optimizer of the decoder that has state."""
-    model = decoder()
-    if layout == "fsdp":
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    optimizer = make(name, model)
-    if layout == "ddp":
-        optimizer.distribute()
+    model, optimizer = shared(name, layout)
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     optimizer.step()

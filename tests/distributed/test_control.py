@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 import isokron
-from isokron.distributed.world import control
+from isokron.distributed.world import control_group
 from processes import mesh, outcomes, run
 
 # rank 1 stops in the middle of a step, for which rank 0 waits two seconds; the timeout of their
@@ -194,8 +194,8 @@ def test_copies_of_shards_must_begin_alike() -> None:
 
 
 def kept() -> tuple[bool, bool]:
-    group = control((0, 1), 30.0).group
-    again, other = control((0, 1), 30.0).group, control((0, 1), 31.0).group
+    group = control_group((0, 1), 30.0).group
+    again, other = control_group((0, 1), 30.0).group, control_group((0, 1), 31.0).group
     return group is again, group is other
 
 

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from isokron.cutting import cut_blocks, merge_dims
+from isokron.optim.blocks import Row, tiles_of
 
 
 @pytest.mark.parametrize(
@@ -78,3 +79,42 @@ def test_a_layout_that_does_not_merge_is_read_by_copy_and_not_viewed() -> None:
 def test_a_split_that_does_not_fit_is_named(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         cut_blocks((12, 5), **settings)
+
+
+@pytest.mark.parametrize(
+    ("shape", "settings", "tiles"),
+    [
+        ((8, 12), {"max_dim": 4}, 1),
+        ((10, 14), {"max_dim": 4}, 4),  # whole ones, those at either end, and the corner
+        ((3, 8, 8), {"stacked": 1, "max_dim": 4}, 3),
+        ((12, 8), {"split": 3, "max_dim": 2}, 3),
+        ((8, 8, 8), {"max_dim": 4}, 1),
+        ((6, 4, 3, 3), {"order": 2}, 1),
+        ((5, 7), {}, 1),
+    ],
+)
+def test_equal_blocks_are_read_and_written_as_few_tiles(
+    shape: tuple[int, ...], settings: dict[str, int], tiles: int
+) -> None:
+    param = torch.randn(shape)
+    rows: dict[tuple[int, ...], list[Row]] = {}
+    for number, block in enumerate(cut_blocks(shape, **settings)):
+        rows.setdefault(block.shape, []).append(Row(param, block, number))
+    found = {block_shape: tiles_of(equal) for block_shape, equal in rows.items()}
+    assert sum(map(len, found.values())) == tiles
+    for block_shape, several in found.items():
+        expected = torch.stack([row.block.read(param) for row in rows[block_shape]])
+        assert [i for tile in several for i in tile.rows] == list(range(len(expected)))
+        assert torch.equal(torch.cat([tile.read(param) for tile in several]), expected)
+        for tile in several:
+            tile.cells(tile.block.view(param)).zero_()
+    assert not param.any()
+
+
+@pytest.mark.parametrize("chosen", [range(1, 6), [0, 1, 2, 4, 5, 6], [3, 4, 8, 9]])
+def test_rows_with_gaps_are_tiles_too(chosen: list[int]) -> None:
+    param = torch.randn(12, 12)
+    blocks = cut_blocks(param.shape, max_dim=3)
+    rows = [Row(param, blocks[i], i) for i in chosen]
+    read = torch.cat([tile.read(param) for tile in tiles_of(rows)])
+    assert torch.equal(read, torch.stack([row.block.read(param) for row in rows]))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
@@ -149,3 +150,21 @@ def test_other_groups_are_refused_with_both_sizes() -> None:
     routed = isokron.Muon(isokron.param_groups(model))
     with pytest.raises(ValueError, match=r"groups of \[11\] parameters, this optimizer of \["):
         routed.load_state_dict(plain.state_dict())
+
+
+@pytest.mark.parametrize(("first", "then"), [("adamw", "method"), ("method", "adamw")])
+def test_a_parameter_that_changes_its_stepper_starts_afresh(first: str, then: str) -> None:
+    """A count of the old moments would take the new ones for old."""
+
+    def last_step(routes: list[str]) -> torch.Tensor:
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.zeros(6, 4))
+        optimizer = isokron.Katie([weight], lr=1.0, weight_decay=0.0)
+        for route in routes:
+            optimizer.param_groups[0]["route"] = route
+            before = weight.detach().clone()
+            weight.grad = torch.ones(6, 4)
+            optimizer.step()
+        return weight.detach() - before
+
+    torch.testing.assert_close(last_step([first] * 3 + [then]), last_step([then]))

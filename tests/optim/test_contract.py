@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import isokron
 from cases import CASES, DEVICE, Case, equal, loss_of, net, randn, train
@@ -369,3 +369,19 @@ def test_the_direction_compiles_as_one_graph(case: Case) -> None:
     train(reference, plain, range(3))
     for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["SOAP", "Muon", "Quad", "AdamW"])
+def test_a_compiled_step_is_the_step(name: str) -> None:
+    def parameters(compiled: bool) -> list[Tensor]:
+        model = net()
+        optimizer = getattr(isokron, name)(model.parameters())
+        step = torch.compile(optimizer.step) if compiled else optimizer.step
+        for seed in range(3):
+            optimizer.zero_grad()
+            loss_of(model, seed).backward()
+            step()
+        return list(model.parameters())
+
+    for one, other in zip(parameters(True), parameters(False), strict=True):
+        assert torch.equal(one, other)

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import isokron
 from isokron import tasks
@@ -37,3 +38,27 @@ def test_soap_at_a_rate_of_adamw_trains_as_well_or_better(name: str) -> None:
 @pytest.mark.parametrize("name", ["digits-tiny", "speeches-tiny"])
 def test_defaults_train_better_than_adamws(name: str, method: Any) -> None:
     assert mean_loss(name, method) < mean_loss(name, torch.optim.AdamW)
+
+
+@pytest.mark.parametrize("name", ["SOAP", "Shampoo", "Katie", "Muon"])
+def test_a_batch_in_parts_makes_the_steps_of_the_whole(name: str) -> None:
+    """Gradients that differ by rounding alone, as large as steps in a basis made of themselves: the
+    batch has fewer examples than the layers inputs, and what has no gradient is rounding there."""
+
+    def updates(parts: int) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32))
+        optimizer = getattr(isokron, name)(model.parameters(), lr=1e-3)
+        found = []
+        for _ in range(2):
+            inputs, targets = torch.randn(2, 8, 32)
+            optimizer.zero_grad()
+            for x, y in zip(inputs.chunk(parts), targets.chunk(parts), strict=True):
+                ((model(x) - y).square().mean() / parts).backward()
+            before = torch.cat([p.detach().flatten() for p in model.parameters()])
+            optimizer.step()
+            found.append(torch.cat([p.detach().flatten() for p in model.parameters()]) - before)
+        return found
+
+    for whole, parted in zip(updates(1), updates(4), strict=True):
+        assert torch.cosine_similarity(whole, parted, dim=0) > 0.999

@@ -670,6 +670,24 @@ def test_a_step_that_a_scaler_leaves_out_leaves_no_trace() -> None:
     assert equal(model, reference)
 
 
+def test_what_was_seen_for_a_step_left_out_is_forgotten_by_the_next_pass() -> None:
+    """Also in loops that clear gradients by model.zero_grad(), of which optimizers hear nothing."""
+    model, reference = net(dtype=torch.float32), net(dtype=torch.float32)
+    optimizers = [isokron.NaturalGradient(m, **SETTINGS) for m in (model, reference)]
+    for trained, optimizer, passes in zip(
+        (model, reference), optimizers, ([5, 0], [0]), strict=True
+    ):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        for seed in passes:
+            scaler.scale(loss_of(trained, seed)).backward()
+            if seed == 5:
+                trained[0].weight.grad[0, 0] = torch.inf
+            scaler.step(optimizer)
+            scaler.update(2.0**10)
+            trained.zero_grad()
+    assert equal(model, reference)
+
+
 def test_a_transformer_trains_alike_with_a_scaler_and_without() -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 32, "n_positions": 16}

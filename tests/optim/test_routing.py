@@ -78,6 +78,13 @@ def test_the_last_layer_of_a_sequence_is_its_head() -> None:
     assert [name for name, kind in kinds(model).items() if kind == "heads"] == ["4.weight"]
 
 
+def test_an_embedding_under_weight_norm_is_an_embedding() -> None:
+    table = nn.utils.parametrizations.weight_norm(nn.Embedding(10, 8))
+    model = nn.Sequential(table, nn.Linear(8, 8), nn.Linear(8, 3))
+    (group,) = (g for g in isokron.param_groups(model) if g["name"].startswith("embeddings"))
+    assert "0.parametrizations.weight.original1" in [name for name, _ in group["params"]]
+
+
 def test_a_head_under_weight_norm_is_a_head() -> None:
     head = nn.utils.parametrizations.weight_norm(nn.Linear(8, 3))
     found = kinds(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), head))
@@ -521,7 +528,7 @@ def stepped_by_adamw(shape: tuple[int, ...], **settings: Any) -> bool:
 
 @pytest.mark.parametrize(
     "shape",
-    [(50257, 768), (32000, 4096), (512, 64), (8193, 8193), (4096, 16), (8, 4096), (8, 512, 1024)],
+    [(50257, 768), (32000, 4096), (512, 64), (32000, 8192), (4096, 16), (8, 4096), (8, 512, 1024)],
     ids=str,
 )
 def test_bare_tables_go_to_adamw(shape: tuple[int, ...]) -> None:
@@ -541,6 +548,7 @@ def test_bare_tables_go_to_adamw(shape: tuple[int, ...]) -> None:
         (64, 3, 7, 7),
         (128, 8192),  # the one key head of multi-query attention
         (1000, 2048),
+        (28672, 8192),  # inside the largest open models
     ],
     ids=str,
 )
@@ -548,10 +556,26 @@ def test_bare_matrices_of_ordinary_layers_get_the_method(shape: tuple[int, ...])
     assert not stepped_by_adamw(shape)
 
 
+def test_bare_ends_of_a_model_go_to_adamw_if_they_are_tall() -> None:
+    """A vocabulary of 256 at width 64 has the shape of an MLP's matrix."""
+    inside = [(64, 64)] * 4 + [(256, 64), (64, 256)]
+    params = [nn.Parameter(torch.empty(shape)) for shape in [(256, 64), *inside, (64,), (256, 64)]]
+    with pytest.warns(UserWarning, match=r"number 0 of shape \(256, 64\), number 8 of shape"):
+        optimizer = isokron.Muon(params)
+    group = optimizer.param_groups[0]
+    assert [optimizer.takes(param, group) for param in params] == [False, *[True] * 6, False, False]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        few = isokron.Muon([params[0], *params[2:5], params[-1]]).param_groups[0]
+        wide = isokron.Muon(params[1:-1]).param_groups[0]
+    assert all(optimizer.takes(param, few) for param in few["params"])
+    assert all(optimizer.takes(param, wide) for param in wide["params"] if param.ndim == 2)
+
+
 def test_the_limits_of_a_table_can_be_moved() -> None:
     assert stepped_by_adamw((100, 80), max_rows=99)
-    assert not stepped_by_adamw((9000, 8000), max_rows=None)
-    assert not stepped_by_adamw((16, 9000, 8000), max_rows=None, stacked=1)
+    assert not stepped_by_adamw((31000, 8000), max_rows=None)
+    assert not stepped_by_adamw((16, 31000, 8000), max_rows=None, stacked=1)
     assert not stepped_by_adamw((512, 64), split=2)
     with pytest.raises(ValueError, match="max_rows must be None or a whole number above 0"):
         isokron.SOAP(nn.Linear(2, 2).parameters(), max_rows=0)
@@ -562,7 +586,12 @@ def test_the_warning_names_tables_rule_and_remedies() -> None:
     with pytest.warns(UserWarning, match="shaped like an embedding") as caught:
         isokron.Quad(model.named_parameters())
     (text,) = [str(warning.message) for warning in caught]
-    for part in ("'0.weight' (100, 4)", "max_rows=8192", "isokron.param_groups(model)", "'method'"):
+    for part in (
+        "'0.weight' (100, 4)",
+        "max_rows=30000",
+        "isokron.param_groups(model)",
+        "'method'",
+    ):
         assert part in text
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -23,7 +23,7 @@ def block_cost(shape: Sequence[int], group: Mapping[str, Any], work: str = "eige
     are found: "eigen" decomposes factors, "products" learns them by products (Quad, Skew), "polar"
     takes a polar factor (Muon).
     """
-    apply = 2.0 * prod(shape) * (1 + sum(_factored(shape, group, work)))
+    apply = 2.0 * prod(shape) * (1 + sum(factored(shape, group, work)))
     return apply + refresh_cost(shape, group, work) / group["every"]
 
 
@@ -36,10 +36,10 @@ def refresh_cost(shape: Sequence[int], group: Mapping[str, Any], work: str = "ei
         short, long = sorted([*shape, 1, 1])[-2:]
         steps = SPECTRAL_STEPS if group["route"] == "spectral" else group["steps"]
         return steps * (4.0 * short**2 * long + 2.0 * short**3)
-    return REFRESH * sum(size**3 for size in _factored(shape, group, work))
+    return REFRESH * sum(size**3 for size in factored(shape, group, work))
 
 
-def _factored(shape: Sequence[int], group: Mapping[str, Any], work: str) -> list[float]:
+def factored(shape: Sequence[int], group: Mapping[str, Any], work: str) -> list[float]:
     """The dimensions that have a square factor."""
     if work == "polar" or (work == "products" and len(shape) < 2):
         return []

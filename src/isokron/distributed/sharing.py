@@ -21,7 +21,7 @@ from isokron.distributed.places import (
 )
 from isokron.distributed.ranks import TIMEOUT, Ranks, Traffic, fingerprint
 from isokron.distributed.team import Elsewhere
-from isokron.distributed.world import control
+from isokron.distributed.world import control_group
 
 Members = tuple[int, ...]  # ranks among all processes, in order
 
@@ -113,7 +113,7 @@ class Sharing:
         what = f"optimizer.step() number {self.asked}"
         for who in parties:  # all of them hear of it before anybody raises
             length = self.length if who == self.meshes.get(None) else 0.0
-            told = agreed_trouble(self._control(who), facts.get(who, []), trouble, length, what)
+            told = agreed_trouble(self.control(who), facts.get(who, []), trouble, length, what)
             trouble = told or trouble
         if raised is not None:
             raise raised
@@ -122,13 +122,14 @@ class Sharing:
             raise kind(f"{trouble.text}; no rank has stepped")
         if not self.met:
             for who in parties:
-                self._compare_copies(self._control(who), groups)
+                self._compare_copies(self.control(who), groups)
         self.met = True
         return None if trouble is None else trouble.text
 
-    def _control(self, members: Members) -> Ranks:
+    def control(self, members: Members) -> Ranks:
+        """These processes over connections that are the optimizer's own."""
         if members not in self.controls:
-            self.controls[members] = control(members, self.timeout)
+            self.controls[members] = control_group(members, self.timeout)
         return self.controls[members]
 
     def _compare_copies(self, control: Ranks, groups: Sequence[Mapping[str, Any]]) -> None:

@@ -39,11 +39,11 @@ def ranks_of(group: Any = None, timeout: float = TIMEOUT) -> Ranks:
 
 
 def beside(ranks: Ranks) -> Ranks:
-    """The same ranks over connections of their own; see `control`. All of them must call it."""
-    return control(tuple(sorted(ranks.members)), ranks.timeout)
+    """The same ranks over connections of their own; see `control_group`. All must call it."""
+    return control_group(tuple(sorted(ranks.members)), ranks.timeout)
 
 
-def control(members: tuple[int, ...], timeout: float) -> Ranks:
+def control_group(members: tuple[int, ...], timeout: float) -> Ranks:
     """Processes that agree over connections of their own, on the host, whatever else is under way.
 
     `members`: their ranks among all processes, in order; all of them must call it. What they ask

@@ -2,12 +2,14 @@
 
 Through a `warmup` it is made anew in every step, and counting begins after it.
 
-Functions take `step`, how many gradients a block has seen, and `phase`, by how many steps its turn
-is shifted.
+Functions take `turn`: how many gradients a block has seen, less the steps its turn is shifted by.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from isokron.optim.blocks import Batch
 
@@ -16,32 +18,41 @@ def first(group: Mapping[str, Any]) -> int:
     return 1 if group["warmup"] else group["start"] or group["every"]
 
 
-def due(step: int, phase: int, group: Mapping[str, Any]) -> bool:
+def rows_where(asked: Callable[[int], bool], turns: Tensor) -> Tensor:
+    """For every row, what is asked of its turn; rows in step with each other are asked once. [B]"""
+    every = turns.tolist()
+    answers = {turn: asked(int(turn)) for turn in set(every)}
+    return torch.tensor([answers[turn] for turn in every], dtype=torch.bool, device="cpu")
+
+
+def due(turn: int, group: Mapping[str, Any]) -> bool:
     """Whether a refresh begins now: t = start, or t > start and t mod every = 0.
 
     Before t = every also at start·2, start·4, …: what is known of curvature changes fastest when
-    little is. Delayed refreshes, which would overtake each other, do without.
+    little is. Delayed refreshes, which would overtake each other, do without, and none begins until
+    the first has landed.
     """
-    turn, every = step - phase - group["warmup"], group["every"]
+    if turn <= group["warmup"]:
+        return turn > 0
+    turn, every = turn - group["warmup"], group["every"]
     start = group["start"] or every
-    if turn <= 0:
-        return step > phase
     if turn <= start:
         return turn == start
     if turn < every and not group["delay"]:
         times, rest = divmod(turn, start)
         return rest == 0 and times & (times - 1) == 0
-    return turn % every == 0
+    landed = turn > start + group["delay"] or not group["delay"]
+    return turn % every == 0 and landed
 
 
-def landing(step: int, phase: int, group: Mapping[str, Any]) -> bool:
+def landing(turn: int, group: Mapping[str, Any]) -> bool:
     """Whether a refresh that began `delay` steps ago takes effect now."""
-    return due(step - group["delay"], phase, group)
+    return due(turn - group["delay"], group)
 
 
-def unready(step: int, phase: int, group: Mapping[str, Any]) -> bool:
+def unready(turn: int, group: Mapping[str, Any]) -> bool:
     """Whether there is no operator yet."""
-    return step - phase - group["delay"] < first(group)
+    return turn - group["delay"] < first(group)
 
 
 def take_turns_(batches: Sequence[Batch], group: Mapping[str, Any]) -> None:
@@ -55,8 +66,9 @@ def take_turns_(batches: Sequence[Batch], group: Mapping[str, Any]) -> None:
     costs = [sum(float(d) ** 3 for d in batch.shape if d <= longest) for batch in batches]
     for batch, cost in sorted(zip(batches, costs, strict=True), key=lambda pair: -pair[1]):
         for row in range(len(batch.rows)):
-            batch.phase[row] = load.index(min(load))
-            load[batch.phase[row]] += cost
+            phase = load.index(min(load))
+            batch.phase[row] = phase
+            load[phase] += cost
 
 
 def check_cadence(group: Mapping[str, Any]) -> str | None:
@@ -65,10 +77,6 @@ def check_cadence(group: Mapping[str, Any]) -> str | None:
         return None
     if group["warmup"]:
         return f"0 with a warmup, which is every step's own (warmup={group['warmup']})"
-    gap = group["every"] - first(group) % group["every"]
-    if group["delay"] < gap:
+    if group["delay"] < group["every"]:
         return None
-    return (
-        f"below {gap}, the steps from one refresh to the next (every={group['every']}, "
-        f"start={first(group)})"
-    )
+    return f"below every={group['every']}, the steps from one refresh to the next"

@@ -100,7 +100,7 @@ def adopt(plan: Plan, state: Mapping[Tensor, Any], group: Mapping[str, Any], who
                 )
     for batch in plan.batches:
         for i, row in enumerate(batch.rows):
-            saved = state.get(row.param) or {}
+            saved = _own(state.get(row.param) or {}, adamw=False)
             batch.step[i] = float(saved.get("step", 0))
             for key, value in batch.stored().items():
                 if f"{key}.{row.number}" in saved:
@@ -109,15 +109,22 @@ def adopt(plan: Plan, state: Mapping[Tensor, Any], group: Mapping[str, Any], who
                     value[i].copy_(batch.state[key.removeprefix("next.")][i])
         if batch.shared is not None:
             for i, row in enumerate(batch.shared.rows):
-                batch.shared.step[i] = float((state.get(row.param) or {}).get("step", 0))
+                saved = _own(state.get(row.param) or {}, adamw=False)
+                batch.shared.step[i] = float(saved.get("step", 0))
     for fused in plan.fused:
-        fused.adopt_([state.get(param) or {} for param in fused.params])
+        fused.adopt_([_own(state.get(param) or {}, adamw=True) for param in fused.params])
     if plan.averages is not None:
         for i, param in enumerate(plan.averages.params):
             saved = state.get(param) or {}
             for key, value in plan.averages.entry(i).items():
                 if key in saved:
                     fill_(value, torch.as_tensor(saved[key]))
+
+
+def _own(saved: Mapping[str, Any], adamw: bool) -> Mapping[str, Any]:
+    """A parameter's state; none where it is another stepper's: counts go with what was counted."""
+    others = any("." in key for key in saved) if adamw else "exp_avg" in saved
+    return {} if others else saved
 
 
 def check_keys(plan: Plan, state: Mapping[Tensor, Any], group: Mapping[str, Any], who: str) -> None:

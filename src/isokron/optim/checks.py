@@ -10,16 +10,26 @@ from torch import Tensor
 from isokron.distributed import local
 from isokron.optim.groups import param_name
 
+SMALL = 1 << 16  # elements up to which equal gradients are copied together to be asked as one
+
 
 def gradient_sums(groups: Sequence[Mapping[str, Any]], squares: bool) -> list[Tensor]:
-    """A sum for every gradient that is to be finite: no NaN or infinity leaves it finite.
+    """Sums of all gradients that are to be finite: no NaN or infinity leaves its sum finite.
 
     Sums read memory at its full speed. `squares`: sums of squares, which bound every entry of every
     Gram matrix: gradients that overflow when squared are as bad as infinite ones.
     """
     asking = [group for group in groups if group["nonfinite"] != "ignore"]
-    grads = [local(p.grad) for group in asking for p in group["params"] if p.grad is not None]
-    return [_sum_of_squares(grad) if squares else grad.sum(dtype=_wide(grad)) for grad in grads]
+    equal: dict[tuple[Any, ...], list[Tensor]] = {}
+    for grad in (p.grad for group in asking for p in group["params"]):
+        if grad is not None:
+            here = grad if type(grad) is Tensor else local(grad)
+            equal.setdefault((here.shape, here.dtype, here.device), []).append(here)
+    asked: list[Tensor] = []
+    for grads in equal.values():
+        together = len(grads) > 1 and grads[0].numel() <= SMALL
+        asked += [torch.stack(grads)] if together else grads
+    return [_sum_of_squares(grad) if squares else grad.sum(dtype=_wide(grad)) for grad in asked]
 
 
 def check_sums(

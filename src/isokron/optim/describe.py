@@ -47,7 +47,7 @@ def _lines(group: Mapping[str, Any], subject: Any) -> list[tuple[str, ...]]:
     pairs = [p if isinstance(p, tuple) else ("", p) for p in group["params"]]
     names = group.get("param_names") or [name for name, _ in pairs]
     params = [param for _, param in pairs]
-    settings = {**SHARED, **group}
+    settings = {**SHARED, **group, "params": params}
     method = type(subject).__name__ if isinstance(subject, Preconditioned) else "the method"
     if settings["route"] == "spectral":
         method = "spectral descent"
@@ -56,7 +56,7 @@ def _lines(group: Mapping[str, Any], subject: Any) -> list[tuple[str, ...]]:
         taken = (
             subject.takes(param, group)
             if isinstance(subject, Preconditioned)
-            else gets_method(param.shape, settings)
+            else gets_method(param, settings)
         )
         steppers.setdefault(method if taken else "AdamW", []).append(i)
     return [

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo  # torch.compiler's would load the compiler now
 
 from isokron.distributed import (
     TIMEOUT,
@@ -131,12 +132,13 @@ class Preconditioned(torch.optim.Optimizer):
         """What depends on several blocks of a parameter, done to their directions in place."""
 
     def cut(self, shape: Sequence[int], group: Mapping[str, Any]) -> list[Block]:
-        """The blocks of a parameter that the method takes."""
+        """The blocks of a parameter that the method takes; polar factors are of whole matrices."""
+        spectral = group["route"] == "spectral"
         return cut_blocks(
             shape,
-            max_dim=group["max_dim"],
+            max_dim=None if spectral else group["max_dim"],
             oversize=group["oversize"],
-            order=2 if group["route"] == "spectral" else self.order,
+            order=2 if spectral else self.order,
             stacked=group["stacked"],
             split=group["split"],
             split_dim=group["split_dim"],
@@ -144,7 +146,7 @@ class Preconditioned(torch.optim.Optimizer):
 
     def takes(self, param: Tensor, group: Mapping[str, Any]) -> bool:
         """Whether the method steps this parameter; what it does not take goes to AdamW."""
-        return gets_method(param.shape, group)
+        return gets_method(param, group)
 
     def check(self, group: Mapping[str, Any]) -> None:
         """Raise a ValueError for settings of the method's own that cannot be right."""
@@ -195,6 +197,7 @@ class Preconditioned(torch.optim.Optimizer):
             raise
         warn_of_tables(self, group)
 
+    @_disable_dynamo  # finding blocks and what is due is Python's business
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None

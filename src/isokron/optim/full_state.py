@@ -13,6 +13,7 @@ from isokron.optim.groups import param_name
 from isokron.optim.plan import Plan
 
 Groups = Sequence[Mapping[str, Any]]
+WHAT = "optimizer.full_state_dict()"
 Entries = dict[int, dict[str, Any]]  # of the state, by the parameter's number
 
 
@@ -40,7 +41,8 @@ def full_state(
     for ranks, divided in parties.items():
         shared = [place is not None and place.ranks == ranks for place in places]
         facts = _facts(who, state, groups, shared, divided)
-        agreed_trouble(ranks, [("to_rank", to_rank), *facts], None)
+        told = [("to_rank", to_rank), *facts]
+        agreed_trouble(sharing.control(tuple(sorted(ranks.members))), told, None, what=WHAT)
     for ranks, divided in parties.items():
         to = None if to_rank is None else rank_in(ranks, to_rank)
         if to_rank is None or to is not None:

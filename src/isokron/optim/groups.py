@@ -123,6 +123,7 @@ def check_group(optimizer: str, group: Mapping[str, Any], sums: bool = False) ->
         need(group[name] in choices, name, f"one of {', '.join(map(repr, choices))}")
     for name, least in LEAST.items():
         need(_whole(group[name], least), name, f"a whole number of at least {least}")
+    need(_whole(group["workspace"], 1), "workspace", "a whole number of bytes above 0")
     for name in ("start", "max_dim", "max_rows"):
         need(group[name] is None or _whole(group[name], 1), name, "None or a whole number above 0")
     for name in (

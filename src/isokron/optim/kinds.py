@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
-from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from isokron.cutting import is_matrix
 
@@ -51,11 +51,14 @@ def find_kinds(
 
 
 def find_owners(model: nn.Module) -> dict[Tensor, list[nn.Module]]:
-    """Every module that holds a parameter; a tied one has several."""
+    """Every module that holds a parameter or computes its own of it; a tied one has several."""
     owners: dict[Tensor, list[nn.Module]] = {}
     for module in model.modules():
         for param in module.parameters(recurse=False):
             owners.setdefault(param, []).append(module)
+        if is_parametrized(module):
+            for param in module.get_submodule("parametrizations").parameters():
+                owners.setdefault(param, []).append(module)
     return owners
 
 

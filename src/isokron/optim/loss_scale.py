@@ -25,7 +25,11 @@ class ScaledLoss:
         scaler = sys._getframe(1).f_locals.get("self")
         if isinstance(scaler, torch.amp.GradScaler):
             self._scaler_scale = scaler.get_scale()
+            self.end_passes()
         return False
+
+    def end_passes(self) -> None:
+        """A scaler is about to step, or to leave the step out: what was seen is for no other."""
 
     def taken_scale(self) -> float:
         """The factor of this step; from here on no scaler is known."""

@@ -149,6 +149,9 @@ class NaturalGradient(ScaledLoss, torch.optim.Optimizer):
         if self._looks():
             self._layers.watch(self.param_groups[0]["method"] == "ekfac")
 
+    def end_passes(self) -> None:
+        self._layers.recorder.over = True
+
     def close(self) -> None:
         """Take the hooks off the model; from then on the curvature stays as it is."""
         self._layers.recorder.forget()

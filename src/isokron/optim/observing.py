@@ -61,6 +61,7 @@ class Recorder(Watcher):
         self.sums: dict[str, Rows] = {}
         self.terms: dict[str, int] = {}
         self.waiting: dict[str, list[tuple[int, Event]]] = {}  # with the backward pass they are of
+        self.over = False  # whether what was seen is for a step that may have been left out
 
     def __enter__(self) -> "Recorder":
         """Hook all layers."""
@@ -83,6 +84,7 @@ class Recorder(Watcher):
         self.sums.clear()
         self.terms.clear()
         self.waiting.clear()
+        self.over = False
 
     def seen(self) -> bool:
         """Whether there was any pass since the last step."""
@@ -105,6 +107,8 @@ class Recorder(Watcher):
         return found
 
     def _take(self, event: Event) -> None:
+        if self.over:
+            self.forget()
         name = event.site.name
         backward = torch._C._current_graph_task_id()
         self.waiting.setdefault(name, []).append((backward, event))

@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from operator import is_
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +20,7 @@ from isokron.optim.groups import state_dtype
 from isokron.optim.parts import PartList
 from isokron.optim.settings import LAYOUT
 from isokron.optim.shared import Shared
+from isokron.optim.waves import row_size, waves_of
 
 State = MutableMapping[Tensor, Any]
 Fused = FusedList | FlatList | PartList
@@ -35,10 +38,14 @@ class Plan:
     layout: tuple[Any, ...]
     shaping: tuple[str, ...]
     idle: list[Tensor]
-    batches: list[Batch]
+    waves: list[list[Batch]]  # what is worked on at once
     fused: list[Fused]
     averages: Averages | None
     loads: Loads
+
+    @property
+    def batches(self) -> list[Batch]:
+        return [batch for wave in self.waves for batch in wave]
 
     def holds(self, group: Mapping[str, Any]) -> bool:
         """Whether the plan was made for this group as it is and has all that take part now."""
@@ -146,15 +153,50 @@ def build_plan(
     if group["stagger"]:
         take_turns_(batches, group)
     loads = {ranks: list(load) for ranks, load in (before or {}).items()}
-    if places:
-        batches = _divided(batches, places, group, sharing, loads, together, work)
+    owners = _owned(batches, places, group, sharing, loads, together, work) if places else {}
+    waves: dict[Any, list[Batch]] = {}
+    for batch, numbers in zip(batches, _waves(batches, group, together, work), strict=True):
+        for wave, those in groupby(range(len(numbers)), numbers.__getitem__):
+            part = _cut(batch, list(those))
+            if batch.rows[0].param in places:
+                part = _divided(part, places, owners, sharing)
+            key = (batch, wave) if together == "block" else wave
+            waves.setdefault(key, []).append(part)
     stepped = [p for p in group["params"] if p.numel() and all(p is not q for q in idle)]
     averages = Averages(stepped, group) if group["average"] else None
     made_for = layout(group, shaping)
-    return Plan(list(group["params"]), made_for, shaping, idle, batches, fused, averages, loads)
+    ordered = list(waves.values())
+    return Plan(list(group["params"]), made_for, shaping, idle, ordered, fused, averages, loads)
 
 
-def _divided(
+def _waves(
+    batches: Sequence[Batch], group: Mapping[str, Any], together: str, work: str
+) -> list[list[int]]:
+    """The number of the wave of every row of every batch."""
+    numbers = {param: i for i, param in enumerate(group["params"])}
+    keys = [
+        np.array(
+            [
+                (numbers[row.param] << 32) + (row.block.part if together == "part" else 0)
+                for row in batch.rows
+            ]
+        )
+        for batch in batches
+    ]
+    sizes = [row_size(batch.shape, group, work) * batch.dtype.itemsize for batch in batches]
+    return [found.tolist() for found in waves_of(keys, sizes, group["workspace"], together)]
+
+
+def _cut(batch: Batch, rows: list[int]) -> Batch:
+    """Some rows of a batch that has no state yet."""
+    if len(rows) == len(batch.rows):
+        return batch
+    part = Batch([batch.rows[i] for i in rows], batch.dtype)
+    part.phase = batch.phase[rows]
+    return part
+
+
+def _owned(
     batches: Sequence[Batch],
     places: Mapping[Tensor, Place],
     group: Mapping[str, Any],
@@ -162,35 +204,38 @@ def _divided(
     loads: Loads,
     together: str,
     work: str,
-) -> list[Batch]:
-    """The same batches, each with the rows that this process owns; `loads` grow in place."""
+) -> dict[tuple[Tensor, int], int]:
+    """The owner of every block of a parameter that is shared; `loads` grow in place."""
     shared = [batch for batch in batches if batch.rows[0].param in places]
     number = {param: i for i, param in enumerate(places)}
-    owners: dict[tuple[int, int], int] = {}
+    owners: dict[tuple[Tensor, int], int] = {}
     for ranks in dict.fromkeys(place.ranks for place in places.values()):
         rows = [row for b in shared for row in b.rows if places[row.param].ranks == ranks]
-        blocks = [(number[row.param], row.number) for row in rows]
         keys: dict[str, list[Any]] = {
-            "block": blocks,
+            "block": [(number[row.param], row.number) for row in rows],
             "part": [(number[row.param], row.block.part) for row in rows],
             "parameter": [number[row.param] for row in rows],
         }
         costs = [block_cost(row.block.shape, group, work) for row in rows]
         load = loads.setdefault(ranks, [0.0] * ranks.size)
         found = _owners(rows, keys[together], costs, ranks, sharing, load)
-        owners.update(zip(blocks, found, strict=True))
-    result = []
-    for batch in batches:
-        if batch.rows[0].param not in places:
-            result.append(batch)
-            continue
-        at = [places[row.param] for row in batch.rows]
-        owner = [owners[number[row.param], row.number] for row in batch.rows]
-        whole = Shared(batch.rows, at, owner, sharing.communication_dtype)
-        mine = Batch(whole.own, batch.dtype, whole)
-        mine.phase = [batch.phase[i] for i in whole.travel.own]
-        result.append(mine)
-    return result
+        owners.update(zip([(row.param, row.number) for row in rows], found, strict=True))
+    return owners
+
+
+def _divided(
+    batch: Batch,
+    places: Mapping[Tensor, Place],
+    owners: Mapping[tuple[Tensor, int], int],
+    sharing: Sharing,
+) -> Batch:
+    """The same batch with the rows that this process owns."""
+    at = [places[row.param] for row in batch.rows]
+    owner = [owners[row.param, row.number] for row in batch.rows]
+    whole = Shared(batch.rows, at, owner, sharing.communication_dtype)
+    mine = Batch(whole.own, batch.dtype, whole)
+    mine.phase = batch.phase[whole.travel.own]
+    return mine
 
 
 def _owners(

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from itertools import chain
-from operator import is_, or_
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -66,8 +66,8 @@ class Plans:
             checkpoint.adopt(plan, method.state, group, who)
             for batch, operator in zip(plan.batches, initial, strict=True):
                 for key, value in operator.items():
-                    differs = (value != batch.state[key]).reshape(len(value), -1).any(1).tolist()
-                    batch.refreshed = list(map(or_, batch.refreshed, differs))
+                    differs = (value != batch.state[key]).reshape(len(value), -1).any(1)
+                    batch.refreshed |= differs.cpu()
             self.made[i : i + 1] = [plan]
             self.show_(plan, method.state)
         return self.made

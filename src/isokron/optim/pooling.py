@@ -1,6 +1,7 @@
 """What the layers of all ranks have seen, as if one rank had; and work that ranks do for all."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from math import isqrt, sqrt
 from typing import Any
 
@@ -11,6 +12,7 @@ from isokron.distributed import Ranks, assign
 from isokron.distributed.agreement import APART
 from isokron.distributed.parcels import Form, columns_to_rows, gather, sum_
 from isokron.distributed.ranks import fingerprint
+from isokron.distributed.world import beside
 from isokron.linalg.halves import halved, unhalve_
 from isokron.optim.modes import mode_of
 from isokron.optim.rows import Keeps, Rows
@@ -27,6 +29,8 @@ class Pooling:
 
     def __init__(self, ranks: Ranks, reduce: str) -> None:
         self.ranks, self.reduce = ranks, reduce
+        # where what ranks agree on does not meet what DDP sends
+        self.control = replace(beside(ranks), traffic=ranks.traffic)
         self.met = False
 
     def keeps(self, thin: bool, fixed: bool) -> Keeps:
@@ -58,16 +62,16 @@ class Pooling:
         """
         if not self.met:  # else not even the lengths of what follows are sure to be equal
             for what, fact in facts.items():
-                self.ranks.agree(f"NaturalGradient: {what}", fact)
+                self.control.agree(f"NaturalGradient: {what}", fact)
         self.met = True
         status = FIT if wrong is None else SKIP if isinstance(wrong, str) else FAIL
         length = torch.tensor([norm], dtype=torch.float64).view(torch.int64)
         flat = [number for pair in counts for number in pair]
         mine = torch.tensor([fingerprint(facts), status, int(length), *flat])
-        everyone = self.ranks.all_gather(mine.to(self.ranks.device)).cpu()
+        everyone = self.control.all_gather(mine.to(self.control.device)).cpu()
         if len(set(everyone[:, 0].tolist())) > 1:
             for what, fact in facts.items():
-                self.ranks.agree(f"NaturalGradient: {what}", fact)
+                self.control.agree(f"NaturalGradient: {what}", fact)
         if isinstance(wrong, Exception):
             raise wrong
         unfit = wrong

@@ -17,7 +17,7 @@ from torch import Tensor
 from isokron.linalg import sent, surely_all
 from isokron.linalg.threads import compute_alone
 from isokron.optim.blocks import Batch, Row
-from isokron.optim.cadence import due, landing
+from isokron.optim.cadence import due, landing, rows_where
 from isokron.optim.groups import param_name
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class Unread(NamedTuple):
     """What a refresh has done to some rows of a batch, not read on the host yet."""
 
     batch: Batch
-    rows: list[int]
+    rows: Tensor  # [n]
     outcome: Tensor  # [2, n]: failed, changed
     group: Group
 
@@ -60,26 +60,27 @@ class Refresher:
         self.process = 0
 
     def run(
-        self, method: Refreshing, batch: Batch, present: list[int], state: State, group: Group
+        self, method: Refreshing, batch: Batch, present: Tensor, state: State, group: Group
     ) -> None:
-        """Refresh or begin to, and install what was begun earlier. state: of the rows present."""
-        steps = batch.step.tolist()
-        turns = [(i, int(steps[row]), batch.phase[row]) for i, row in enumerate(present)]
+        """Refresh or begin to, and install what was begun earlier.
+
+        `present`: numbers of the rows whose state this is.
+        """
+        turns = batch.turns(present)
         if group["delay"]:
-            ready = [i for i, step, phase in turns if landing(step, phase, group)]
-            if ready:
-                rows = [present[i] for i in ready]
-                fresh, outcome = _end(batch, rows)
+            ready = _numbers(rows_where(lambda turn: landing(turn, group), turns))
+            if len(ready):
+                fresh, outcome = _end(batch, present[ready].tolist())
                 self._install(method, batch, present, ready, state, group, fresh, outcome)
-        now = [i for i, step, phase in turns if due(step, phase, group)]
-        for first in (True, False):
-            at = [i for i in now if batch.refreshed[present[i]] != first]
-            if not at:
+        now = rows_where(lambda turn: due(turn, group), turns)
+        for first in (True, False) if bool(now.any()) else ():
+            at = _numbers(now & (batch.refreshed[present] != first))
+            if not len(at):
                 continue
-            index = batch.index(at)
+            index = sent(at, batch.device)
             some = state if len(at) == len(present) else {k: v[index] for k, v in state.items()}
             if group["delay"]:
-                self._begin(method, batch, [present[i] for i in at], some, dict(group), first)
+                self._begin(method, batch, present[at].tolist(), some, dict(group), first)
             else:
                 fresh, outcome = _refreshed(method, some, group, first)
                 self._install(method, batch, present, at, state, group, fresh, outcome)
@@ -126,19 +127,19 @@ class Refresher:
         self,
         method: Refreshing,
         batch: Batch,
-        present: list[int],
-        at: list[int],
+        present: Tensor,
+        at: Tensor,
         state: State,
         group: Group,
         fresh: State,
         outcome: Tensor,
     ) -> None:
         """Install new operators of the rows present[at]."""
-        self.unread.append(Unread(batch, [present[i] for i in at], outcome, group))
+        self.unread.append(Unread(batch, present[at], outcome, group))
         if len(at) == len(present):
             method.install(fresh, state, group)
             return
-        index = batch.index(at)
+        index = sent(at, batch.device)
         some = {key: value[index] for key, value in state.items()}
         method.install(fresh, some, group)
         for key, value in state.items():
@@ -148,12 +149,11 @@ class Refresher:
         """Count and log failures, given the values of what was unread, in its order."""
         read, self.unread = self.unread, []
         for (batch, rows, _, group), values in zip(read, outcomes, strict=True):
-            for i, row in enumerate(rows):
-                failed, changed = values[i], values[len(rows) + i]
-                batch.failures[row] = batch.failures[row] + 1 if failed else 0
-                batch.refreshed[row] |= bool(changed)
-                if failed:
-                    self._note_failure(optimizer, batch.rows[row], batch.failures[row], group)
+            failed, changed = torch.tensor(values, device="cpu").view(2, -1).bool()
+            batch.failures[rows] = torch.where(failed, batch.failures[rows] + 1, 0)
+            batch.refreshed[rows] |= changed
+            for row in rows[failed].tolist():
+                self._note_failure(optimizer, batch.rows[row], int(batch.failures[row]), group)
 
     def _note_failure(self, optimizer: str, row: Row, times: int, group: Group) -> None:
         found = [i for i, param in enumerate(group["params"]) if param is row.param]
@@ -173,6 +173,11 @@ class Refresher:
         error, self.error = self.error, None
         if error is not None:
             raise FloatingPointError(error)
+
+
+def _numbers(rows: Tensor) -> Tensor:
+    """Of the rows that are true."""
+    return rows.nonzero().flatten()
 
 
 def wait(batches: Sequence[Batch]) -> None:

@@ -11,7 +11,7 @@ SHARED: dict[str, Any] = {
     # shaped as tables go to AdamW; "adamw": all AdamW; "spectral": matrices get the polar factor of
     # their moment, which is Muon's direction, the rest AdamW
     "route": "auto",
-    "max_rows": 8192,  # of "auto": a matrix of more rows is a table; None: no limit
+    "max_rows": 30_000,  # of "auto": a matrix of more rows is a table; None: no limit
     "vectors": False,  # whether the method takes vectors too
     "stacked": 0,  # leading dimensions that count matrices, as in [experts, m, n]
     "split": None,  # parts of a fused projection: sizes, or a number of equal parts
@@ -45,6 +45,7 @@ SHARED: dict[str, Any] = {
     "maximize": False,
     "nonfinite": "raise",  # or "skip" the step, or "ignore" (no check)
     "state_dtype": torch.float32,  # at least this wide; None: the parameter's own
+    "workspace": 32 << 20,  # bytes of the gradients or factors that are worked on at once
     "mode": "train",  # with averaging: whether parameters are where gradients are taken, or "eval"
 }
 
@@ -77,6 +78,7 @@ LAYOUT = (
     "amsgrad",
     "flat",
     "state_dtype",
+    "workspace",
 )
 
 
@@ -104,6 +106,7 @@ class AdamWShared(TypedDict, total=False):
     maximize: bool
     nonfinite: Literal["raise", "skip", "ignore"]
     state_dtype: torch.dtype | None
+    workspace: int
 
 
 class Shared(AdamWShared, total=False):

@@ -63,7 +63,7 @@ class Shampoo(Preconditioned):
         graft: str | None = "adam",
         weight_decay: float = 0.1,
         every: int = 10,
-        start: int | None = 1,
+        start: int | None = 2,
         max_dim: int | None = 256,
         **shared: Unpack[HeavyBall],
     ) -> None:

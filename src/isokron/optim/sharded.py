@@ -71,8 +71,8 @@ class ShardedAdamW(torch.optim.Optimizer):
             communication_dtype,
         )
         self.ranks = ranks_of(group, timeout)
-        # what ranks have to agree on must not stand in line behind gradients that some do not send
-        self._control = beside(self.ranks) if reduce == "backward" else self.ranks
+        # what ranks agree on must neither meet what others send nor stand in line behind it
+        self._control = beside(self.ranks)
         self._shards = Shards(self.ranks, bucket_bytes)
         kind = AtStep if reduce == "step" else InBackward
         self._gradients: AtStep | InBackward = kind(

@@ -61,7 +61,7 @@ class SOAP(Preconditioned):
         graft: str | None = "adam",
         weight_decay: float = 0.1,
         every: int = 10,
-        start: int | None = 1,
+        start: int | None = 2,
         max_dim: int | None = 256,
         **shared: Unpack[HeavyBall],
     ) -> None:

@@ -197,7 +197,7 @@ class WhiteKron(Preconditioned):
             batches = list(batches)
             seen = [each for each in batches if "seen" in each.state]
             blocks = [each.state["seen"] for each in seen]
-            unit = normalized_by_layer(blocks, [each.rows for each in seen])
+            unit = normalized_by_layer(blocks, [each.batch.rows_of(each.tiles) for each in seen])
             for each, normalized in zip(seen, unit, strict=True):
                 each.state["seen"] = normalized
         for each in batches:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from isokron.distributed import Arriving, local
-from isokron.optim.blocks import Batch, Row
+from isokron.optim.blocks import Batch, Row, Tile
 from isokron.optim.grafting import graft_together
 from isokron.optim.groups import decay_rate, learning_rate
 from isokron.optim.moments import heavy_ball_
@@ -23,16 +23,20 @@ class Update:
 
     batch: Batch
     at: Tensor | None
-    rows: list[Row]
+    tiles: list[Tile]
     state: dict[str, Tensor]
     direction: Tensor  # [B, ...]
     simple: Tensor | None  # the grafted method's direction
     alone: Tensor | None  # rows that it steps alone. [B]
     coming: Arriving | None = None
 
+    @property
+    def rows(self) -> list[Row]:
+        return self.batch.rows_of(self.tiles)
+
     def finish_(self, group: Mapping[str, Any]) -> None:
         """P, and the state back to where it lives; what others have found is on its way."""
-        if self.rows:
+        if self.tiles:
             if "velocity" in self.state:
                 self.direction = heavy_ball_(self.state["velocity"], self.direction, group)
             self.batch.put_(self.state, self.at)
@@ -41,19 +45,28 @@ class Update:
 
     def write_(self, group: Mapping[str, Any], copies: Copies) -> None:
         """W ← W(1 − lr·λ) − lr·P"""
-        if self.coming is None or self.batch.shared is None:
-            rows, found = self.rows, list(self.direction.unbind())
-        else:
-            rows, found = self.batch.shared.written(), self.coming.take()
-        if not rows:
-            return
-        blocks = [_writable(row, copies) for row in rows]
         lr, rate = learning_rate(group), decay_rate(group)
-        if rate:
-            torch._foreach_mul_(blocks, 1 - lr * rate)
-        if isinstance(lr, Tensor):
-            found, lr = list(torch._foreach_mul(found, lr)), 1.0
-        torch._foreach_sub_(blocks, found, alpha=lr)
+        batch = self.batch
+        if batch.small:
+            weights = batch.weights(self.tiles)
+            _step_([weights], [self.direction], lr, rate)
+            torch._foreach_copy_([tile.param for tile in self.tiles], list(weights.unbind()))
+        elif self.coming is None or batch.shared is None:
+            blocks = [tile.cells(_writable(tile, copies)) for tile in self.tiles]
+            _step_(blocks, self._cells(), lr, rate)
+        else:
+            blocks = [_writable(row, copies) for row in batch.shared.written()]
+            _step_(blocks, self.coming.take(), lr, rate)
+
+    def _cells(self) -> list[Tensor]:
+        """The direction of every tile."""
+        if len(self.tiles) == len(self.direction):
+            return list(self.direction.unbind())
+        parts = self.direction.split([len(tile.rows) for tile in self.tiles])
+        return [
+            part.view(*tile.counts, *part.shape[1:]) if len(tile.rows) > 1 else part[0]
+            for tile, part in zip(self.tiles, parts, strict=True)
+        ]
 
 
 def unowned(batch: Batch) -> Update | None:
@@ -78,15 +91,27 @@ def graft_by_parameter_(updates: Sequence[Update], params: Sequence[Tensor]) -> 
         update.direction = direction
 
 
+def _step_(blocks: list[Tensor], found: list[Tensor], lr: Any, rate: Any) -> None:
+    if not blocks:
+        return
+    if rate:
+        torch._foreach_mul_(blocks, 1 - lr * rate)
+    if isinstance(lr, Tensor):
+        found, lr = list(torch._foreach_mul(found, lr)), 1.0
+    torch._foreach_sub_(blocks, found, alpha=lr)
+
+
 def write_back(copies: Copies) -> None:
     """Parameters that had to be written to as copies."""
     for part, copy in copies.values():
         part.copy_(copy.view(part.shape))
 
 
-def _writable(row: Row, copies: Copies) -> Tensor:
-    """The row's block as a view to write into: of the parameter, or of a copy kept for the step."""
+def _writable(row: Row | Tile, copies: Copies) -> Tensor:
+    """Its block as a view to write into: of the parameter, or of a copy kept for the step."""
     block, param = row.block, local(row.param)
+    if isinstance(row, Tile) and row.whole:
+        return param
     try:
         return block.view(param)
     except RuntimeError:  # strides that do not merge, such as channels_last

@@ -30,6 +30,7 @@ from isokron.optim.engine import Preconditioned
 from isokron.optim.fused import FusedList
 from isokron.optim.groups import state_dtype
 from isokron.optim.plans import full_state, together
+from isokron.optim.waves import row_size, waves_of
 from isokron.planning.layouts import Layout
 from isokron.planning.piles import Pile, keys_of, make_piles
 from isokron.planning.speed import Speed
@@ -84,8 +85,9 @@ def _add_method(
     costs = np.concatenate([np.full(len(p), block_cost(p.shape, group, work)) for p in piles])
     keys = keys_of(piles, together(optimizer, group)).tolist()
     owners = np.array(assign(costs.tolist(), keys, owned))
+    waves = _waves(piles, optimizer, group)
     start = 0
-    for pile in piles:
+    for pile, wave in zip(piles, waves, strict=True):
         own = owners[start : start + len(pile)]
         start += len(pile)
         count = np.bincount(own, minlength=layout.size)
@@ -96,7 +98,21 @@ def _add_method(
             flops = load.decompositions if work == "eigen" else load.products
             flops[:] += count * refresh_cost(pile.shape, group, work) / group["every"]
         if layout.shared:
-            load.sent[:] += _sent(pile, own, batch.dtype, group, layout)
+            load.sent[:] += _sent(pile, own, wave, batch.dtype, group, layout)
+
+
+def _waves(
+    piles: Sequence[Pile], optimizer: Preconditioned, group: Mapping[str, Any]
+) -> list[np.ndarray]:
+    """The number of the wave of every block, by pile."""
+    unit = together(optimizer, group)
+    keys = [keys_of([pile], unit) for pile in piles]
+    sizes = [
+        row_size(pile.shape, group, optimizer.work(group))
+        * _one_row(optimizer, group, pile).dtype.itemsize
+        for pile in piles
+    ]
+    return waves_of(keys, sizes, group["workspace"], unit)
 
 
 def _one_row(optimizer: Preconditioned, group: Mapping[str, Any], pile: Pile) -> Batch:
@@ -116,13 +132,20 @@ def _row_state(
 
 
 def _sent(
-    pile: Pile, own: np.ndarray, dtype: torch.dtype, group: Mapping[str, Any], layout: Layout
+    pile: Pile,
+    own: np.ndarray,
+    waves: np.ndarray,
+    dtype: torch.dtype,
+    group: Mapping[str, Any],
+    layout: Layout,
 ) -> np.ndarray:
     """Gradients to owners and directions back, less what a rank has itself. [size]"""
     numel = torch.Size(pile.shape).numel()
     back = (layout.communication or dtype).itemsize
     if not pile.sharded:
-        size = padded_rows(own.tolist()) * numel * back
+        ends = np.flatnonzero(np.diff(waves)) + 1
+        rows = sum(padded_rows(part.tolist()) for part in np.split(own, ends))
+        size = rows * numel * back
         return np.full(layout.size, sent_by_gather(size, layout.size))
     there = (layout.communication or pile.param.dtype).itemsize
     if group["weight_decay"] and group["decay"] == "l2":
