@@ -92,7 +92,10 @@ def bare_and_grouped(folder: Path, make: Any, vocab: int, lr: float) -> list[flo
     return losses
 
 
-@pytest.mark.parametrize(("make", "vocab"), [(isokron.SOAP, 20000), (isokron.Muon, 1024)])
+@pytest.mark.parametrize(
+    ("make", "vocab"),
+    [(isokron.SOAP, 20000), (isokron.Muon, 1024), (isokron.Shampoo, 128)],  # 128: as an MLP has it
+)
 def test_bare_parameters_train_as_well_as_param_groups(
     make: Any, vocab: int, tmp_path: Path
 ) -> None:
