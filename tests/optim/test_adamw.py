@@ -1,6 +1,7 @@
 """Bit equality with torch's fused AdamW, and its checkpoints."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -55,12 +56,7 @@ def test_torchs_default_is_the_same_but_for_the_last_bits() -> None:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_torchs_calls_work_as_they_are() -> None:
-    """In torch's order, and with the switches that only choose an implementation."""
-    mine, theirs = pair([(7, 9), (5,)], torch.float32)
-    positional = (1e-2, (0.8, 0.95), 1e-6, 0.2, True)
-    ours = isokron.AdamW(mine, *positional, fused=True, foreach=False, capturable=False)
-    reference = torch.optim.AdamW(theirs, *positional, fused=True)
+def assert_same_steps(mine: Any, theirs: Any, ours: Any, reference: Any) -> None:
     for _ in range(3):
         for a, b in zip(mine, theirs, strict=True):
             a.grad = torch.randn(a.shape)
@@ -68,6 +64,15 @@ def test_torchs_calls_work_as_they_are() -> None:
         ours.step()
         reference.step()
     assert all(map(torch.equal, mine, theirs))
+
+
+def test_torchs_calls_work_as_they_are() -> None:
+    """In torch's order, and with the switches that only choose an implementation."""
+    mine, theirs = pair([(7, 9), (5,)], torch.float32)
+    positional = (1e-2, (0.8, 0.95), 1e-6, 0.2, True)
+    ours = isokron.AdamW(mine, *positional, fused=True, foreach=False, capturable=False)
+    reference = torch.optim.AdamW(theirs, *positional, fused=True)
+    assert_same_steps(mine, theirs, ours, reference)
     assert isokron.AdamW(mine, foreach=True, fused=None).state_dict()["param_groups"]
     for name in ("capturable", "differentiable"):
         with pytest.raises(ValueError, match=f"AdamW: {name} must be False, got {name}=True"):
@@ -183,13 +188,7 @@ def test_a_checkpoint_with_state_for_some_parameters_counts_right() -> None:
     with torch.no_grad():
         mine[2].copy_(theirs[2])
     ours.load_state_dict(copy.deepcopy(reference.state_dict()))
-    for _ in range(3):
-        for a, b in zip(mine, theirs, strict=True):
-            a.grad = torch.randn(a.shape)
-            b.grad = a.grad.clone()
-        ours.step()
-        reference.step()
-    assert all(map(torch.equal, mine, theirs))
+    assert_same_steps(mine, theirs, ours, reference)
 
 
 def test_a_layout_that_changes_during_training_is_followed() -> None:
