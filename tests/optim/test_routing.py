@@ -149,6 +149,15 @@ def test_lora_pairs_go_to_adamw_whatever_they_adapt() -> None:
     assert group_of(model, "blocks.0.up.x.default.weight", method=pattern)["route"] == "method"
 
 
+def llama_with_lora(targets: list[str], rank: int, **sizes: Any) -> Any:
+    peft = pytest.importorskip("peft", reason="pip install peft")
+    transformers = pytest.importorskip("transformers", reason='pip install "isokron[hf]"')
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=64, **layers, **sizes)
+    lora = peft.LoraConfig(r=rank, target_modules=targets)
+    return peft.get_peft_model(transformers.LlamaForCausalLM(config), lora)
+
+
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     tensors = [t for entry in optimizer.state.values() for t in entry.values()]
     return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
@@ -157,19 +166,8 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 @pytest.mark.parametrize("make", [isokron.SOAP, isokron.Katie, isokron.Shampoo, isokron.Muon])
 def test_a_lora_model_keeps_no_more_state_than_under_adamw(make: Any) -> None:
     """With factors of both sides of every pair it would be tens of times as much."""
-    peft = pytest.importorskip("peft", reason="pip install peft")
-    transformers = pytest.importorskip("transformers", reason='pip install "isokron[hf]"')
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-    )
-    model = peft.get_peft_model(
-        transformers.LlamaForCausalLM(config),
-        peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj", "down_proj"]),
-    )
+    targets = ["q_proj", "v_proj", "up_proj", "down_proj"]
+    model = llama_with_lora(targets, 4, hidden_size=128, intermediate_size=256)
     tokens = torch.randint(64, (2, 8))
     model(input_ids=tokens, labels=tokens).loss.backward()
     sizes = []
@@ -204,21 +202,9 @@ def test_a_pair_of_raw_parameters_is_an_adapter_and_nobody_is_asked() -> None:
 
 
 def test_peft_adapters_of_a_hugging_face_model_are_found() -> None:
-    peft = pytest.importorskip("peft", reason="pip install peft")
-    transformers = pytest.importorskip("transformers", reason='pip install "isokron[hf]"')
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        tie_word_embeddings=False,
-    )
-    model = peft.get_peft_model(
-        transformers.LlamaForCausalLM(config),
-        peft.LoraConfig(r=2, target_modules=["q_proj", "embed_tokens", "lm_head"]),
-    )
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_key_value_heads": 1}
+    targets = ["q_proj", "embed_tokens", "lm_head"]
+    model = llama_with_lora(targets, 2, tie_word_embeddings=False, **sizes)
     found = kinds(model)
     assert set(found.values()) == {"adapters"}
     assert len(found) == 2 * (2 + 2)  # two layers, the embedding and the head

@@ -51,7 +51,7 @@ def resume(params: list[nn.Parameter], optimizer: isokron.Preconditioned, steps:
 def test_small_batches_make_the_same_steps(name: str, settings: dict[str, Any]) -> None:
     params, optimizer = trained(name, 1, settings)
     others, other = trained(name, 1 << 30, settings)
-    assert len(optimizer._plans.made[0].waves) > 2 * (len(other._plans.made[0].waves) == 1)
+    assert len(optimizer._plans.made[0].waves) > len(other._plans.made[0].waves)
     for param, expected in zip(params, others, strict=True):
         torch.testing.assert_close(param, expected, rtol=1e-9, atol=1e-9)
 

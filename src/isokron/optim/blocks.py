@@ -29,7 +29,7 @@ __all__ = [
     "tiles_of",
 ]
 
-SMALL = 1 << 12  # elements
+SMALL = 1 << 12  # elements, of which finding a tensor takes longer than copying it
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from isokron.distributed import local
+from isokron.optim.blocks import SMALL
 from isokron.optim.groups import param_name
-
-SMALL = 1 << 16  # elements up to which equal gradients are copied together to be asked as one
 
 
 def gradient_sums(groups: Sequence[Mapping[str, Any]], squares: bool) -> list[Tensor]:

@@ -18,6 +18,7 @@ from isokron.optim import thin
 
 State = dict[str, Tensor]
 SIDES = ("output", "input")
+LEAST_DAMPING, MOST_DAMPING = 1e-10, 1e4  # between which it is adapted
 
 
 def fold_(state: State, seen: Mapping[str, Tensor], beta: float) -> None:
@@ -159,3 +160,13 @@ def _carried(state: State, made: State) -> Tensor:
     if "basis.input" in made:
         values = values @ (state["basis.input"].mT @ made["basis.input"]).square()
     return values
+
+
+def adapted_damping(damping: float, change: float, expected: float, omega: float) -> float:
+    """Levenberg–Marquardt: ρ = change / expected; λ ← ωλ where ρ > ¾, λ/ω where ρ < ¼."""
+    ratio = change / expected if expected < 0 else 0.5
+    if not ratio >= 0.25:  # NaN too: the loss has left the numbers
+        damping /= omega
+    elif ratio > 0.75:
+        damping *= omega
+    return min(max(damping, LEAST_DAMPING), MOST_DAMPING)

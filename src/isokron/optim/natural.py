@@ -12,7 +12,7 @@ from isokron.distributed import TIMEOUT, Ranks, asked_by_torch, ranks_of
 from isokron.linalg import on_host, sent
 from isokron.optim import checkpoint
 from isokron.optim.adamw import AdamW
-from isokron.optim.damping import adapted
+from isokron.optim.fisher import adapted_damping
 from isokron.optim.groups import check_param, learning_rate, param_name
 from isokron.optim.layers import Layers
 from isokron.optim.looking import asks_for_state, look
@@ -245,7 +245,7 @@ class NaturalGradient(ScaledLoss, torch.optim.Optimizer):
             parts = 1 if group["reduction"] == "sum" else pooling.ranks.size
             before, after = (total / parts for total in pooling.total([before, after]))
         change = before - after if group["maximize"] else after - before
-        group["damping"] = adapted(group["damping"], change, expected, omega)
+        group["damping"] = adapted_damping(group["damping"], change, expected, omega)
         return group["damping"]
 
     def _refresh(self, group: Mapping[str, Any]) -> None:
