@@ -495,3 +495,20 @@ def test_a_fork_refreshes_with_threads_of_its_own() -> None:
     child.kill()
     assert not hung
     assert child.exitcode == 0
+
+
+def test_a_delayed_refresh_waits_until_the_first_has_landed() -> None:
+    """It begins in step 2 and lands in step 5; one that began in step 4 would take its place."""
+    grads = torch.randn(9, 5, 5)
+    late, prompt = nn.Parameter(torch.zeros(5, 5)), nn.Parameter(torch.zeros(5, 5))
+    delayed = isokron.Katie([late], every=4, start=2, delay=3)
+    direct = isokron.Katie([prompt], every=4, start=2)
+    roots, seen = [], []
+    for grad in grads:
+        late.grad, prompt.grad = grad, grad.clone()
+        delayed.step()
+        direct.step()
+        roots.append(direct.state[prompt]["root.0.0"].clone())
+        seen.append(delayed.state[late]["root.0.0"].clone())
+    assert all(torch.equal(root, torch.eye(5)) for root in seen[:4])
+    assert all(torch.equal(root, roots[1]) for root in seen[4:])
