@@ -45,12 +45,14 @@ BATCH = 32  # documents, kronfluence's; 2,048 tokens, bergson's default, are as 
 LAYERS = ("transformer.h.*.attn.c_*", "transformer.h.*.mlp.c_*")
 STORE_ROWS = 2**12
 SETTINGS = """\
-isokron kfac: `attribute`, one process: K-FAC, rows whitened and projected to 16×16 a layer, scored
-  from the store; the page and the scores of single tokens are made too. Damping 0.1 by sides.
+isokron kfac: `attribute`, one process: K-FAC, exact scores in a pass over the data, the default; a
+  page and the scores of single tokens are made too. Damping 0.1 by sides.
+isokron kfac, store: the same with `--dim 16`: rows whitened and projected to 16×16 a layer, scored
+  from the store, and its noise measured against exact scores of 64 documents.
 isokron kfac, fitted to an eighth: the same, but that curvature is of every eighth document.
-isokron kfac, 3 commands: the same by `fit`, `build`, `score`, each a process; no page.
-isokron ekfac: `attribute --method ekfac --no-store`, whole gradients on the fly, one process; the
-  page and the scores of single tokens are made too.
+isokron kfac, 2 commands: the same by `fit` and `score`, each a process; no page.
+isokron ekfac: `attribute --method ekfac`, exact scores, one process; the page and the scores of
+  single tokens are made too.
 isokron ekfac, fitted to an eighth: the same, but that curvature is of every eighth document.
 bergson trackstar: gradients projected to 16×16 a layer and scored on the fly; in the place of
   K-FAC the autocorrelation of these 256 numbers, mixed from documents and queries, its default.
@@ -169,8 +171,13 @@ def _source(inputs: Inputs) -> list[str]:
 
 
 def isokron_attribute(inputs: Inputs, out: Path) -> list[list[str]]:
-    asked = ["--query", f"@{inputs.queries}", "--dim", str(DIM)]
+    asked = ["--query", f"@{inputs.queries}"]
     return [[*ISOKRON, "attribute", str(out), *_source(inputs), *asked]]
+
+
+def isokron_store(inputs: Inputs, out: Path) -> list[list[str]]:
+    (command,) = isokron_attribute(inputs, out)
+    return [[*command, "--dim", str(DIM)]]
 
 
 Commands = Callable[[Inputs, Path], list[list[str]]]
@@ -186,14 +193,13 @@ def eighth(whole: Commands, inputs: Inputs, out: Path) -> list[list[str]]:
 def isokron_commands(inputs: Inputs, out: Path) -> list[list[str]]:
     return [
         [*ISOKRON, "fit", str(out), *_source(inputs)],
-        [*ISOKRON, "build", str(out), "--dim", str(DIM)],
         [*ISOKRON, "score", str(out), "--query", f"@{inputs.queries}"],
     ]
 
 
 def isokron_ekfac(inputs: Inputs, out: Path) -> list[list[str]]:
-    asked = ["--query", f"@{inputs.queries}", "--method", "ekfac", "--no-store"]
-    return [[*ISOKRON, "attribute", str(out), *_source(inputs), *asked]]
+    (command,) = isokron_attribute(inputs, out)
+    return [[*command, "--method", "ekfac"]]
 
 
 def bergson(python: str, method: list[str], inputs: Inputs, out: Path) -> list[list[str]]:
@@ -218,7 +224,8 @@ def contestants(args: argparse.Namespace) -> list[Contestant]:
     found = [
         Contestant("isokron kfac", isokron_attribute),
         Contestant("isokron kfac, fitted to an eighth", partial(eighth, isokron_attribute)),
-        Contestant("isokron kfac, 3 commands", isokron_commands),
+        Contestant("isokron kfac, store", isokron_store),
+        Contestant("isokron kfac, 2 commands", isokron_commands),
         Contestant("isokron ekfac", isokron_ekfac),
         Contestant("isokron ekfac, fitted to an eighth", partial(eighth, isokron_ekfac)),
     ]
@@ -323,25 +330,25 @@ def helps(args: argparse.Namespace, inputs: Inputs) -> None:
 
 def opened(inputs: Inputs, folder: Path) -> Any:
     """A run of isokron on these inputs, in this process."""
-    sources = package("isokron.cli.sources")
-    given = sources.Source(model=str(inputs.model), data=str(inputs.train), layers=LAYERS)
-    return sources.open_run(folder, None, given)
+    source, training = package("isokron.cli.source"), package("isokron.training")
+    given = source.Source(model=str(inputs.model), data=str(inputs.train), layers=LAYERS)
+    return source.open_run(folder, training.silent, given)
 
 
 def building(args: argparse.Namespace, inputs: Inputs) -> None:
     """No model is loaded and nothing is written while the clock runs."""
-    from isokron.attribution import Build, Fit, fit
-    from isokron.attribution.collect import collect
-    from isokron.attribution.verbs import encoding_of
+    from isokron.attribution.projection import Projection, collect, encoding
 
     with tempfile.TemporaryDirectory(dir=inputs.folder) as folder:
-        found = opened(inputs, Path(folder) / "run")
-        fit(found, Fit())
-        encodings = {
-            f"rows whitened to {dim}×{dim}": encoding_of(found, Build(dim=dim)) for dim in (DIM, 32)
-        }
-    subject = found.subject
-    batches = list(subject.batches(BATCH))[: max(1, 512 // BATCH)]
+        run = opened(inputs, Path(folder) / "run").fit()
+    subject = run.subject
+    encodings = {
+        f"rows whitened to {dim}×{dim}": encoding(
+            subject.layers, Projection(dim), whiten=run.curvature
+        )
+        for dim in (DIM, 32)
+    }
+    batches = list(subject.batches(run.data.plan(range(512))))
 
     def plain() -> None:
         """The sum of the loss terms of every batch, back to the gradients of all weights."""
@@ -358,15 +365,14 @@ def building(args: argparse.Namespace, inputs: Inputs) -> None:
     }
     taken = interleaved(timed, max(5, args.rounds), warmup=1)
     base = taken["forward and backward"]
-    print(f"\n{sum(len(batch[0]) for batch in batches)} documents in batches of {BATCH}")
+    print(f"\n{sum(len(batch[0]) for batch in batches)} documents in {len(batches)} batches")
     for name, seconds in taken.items():
         print(f"{name:26}{seconds:8.3f} s{seconds / base:8.2f}×")
 
 
 def scoring(args: argparse.Namespace, inputs: Inputs) -> None:
     """Rows of a store on disk (and, by then, in the cache of its pages) against those in memory."""
-    from isokron.attribution.scoring import score_store
-    from isokron.attribution.storage.writer import StoreWriter
+    from isokron.attribution.store import StoreWriter
 
     width = 16 * 2**10
     torch.manual_seed(0)
@@ -387,7 +393,8 @@ def scoring(args: argparse.Namespace, inputs: Inputs) -> None:
         store = writer.finish()
 
         def read() -> Tensor:
-            return score_store(store, queries).of
+            blocks = store.blocks(2**28)
+            return torch.cat([queries @ rows.mT for _, rows in blocks], 1)
 
         def product() -> Tensor:
             return queries @ rows.mT
@@ -413,36 +420,24 @@ def agreement(args: argparse.Namespace, inputs: Inputs) -> None:
         return
     from safetensors.torch import load_file
 
-    from isokron.attribution import Ask, Asker, Fit, fit, read_queries
+    from isokron.attribution import read_queries
 
-    absolute = 1e-8  # its default
     with tempfile.TemporaryDirectory(dir=inputs.folder) as folder:
         out, log = Path(folder) / "out", Path(folder) / "log.txt"
-        more = ("--also-damping", str(absolute))
-        for command in kronfluence(args.kronfluence, inputs, out, *more):
+        for command in kronfluence(args.kronfluence, inputs, out):
             run(command, log)
-        theirs = load_file(out / "scores.safetensors")
-        found = opened(inputs, Path(folder) / "run")
-        curvature = fit(found, Fit(method="ekfac"))
-        queries = read_queries(found.subject.task, [f"@{inputs.queries}"])
-        terms = next(iter(curvature.layers.values())).terms
-        per_document = terms / len(found.subject.train)
-        asked = {
-            "scores": ("0.1 of the mean eigenvalue", Ask(fly=True)),
-            "other": (
-                f"{absolute:g} in its units",
-                Ask(fly=True, kind="absolute", damping=absolute / per_document),
-            ),
-        }
-        print("\nEK-FAC scores of isokron and kronfluence, query by query")
-        for name, (words, ask) in asked.items():
-            ours = Asker(found, ask).scores(queries).of
-            by_query = [spearman(*pair) for pair in zip(ours, theirs[name], strict=True)]
-            scale = float((ours * theirs[name]).sum() / theirs[name].square().sum()) / per_document
-            print(
-                f"damping {words:28} Spearman least {min(by_query):.5f}, mean "
-                f"{statistics.mean(by_query):.5f}; ours/theirs ÷ tokens a document {scale:.4f}"
-            )
+        theirs = load_file(out / "scores.safetensors")["scores"]
+        ours = opened(inputs, Path(folder) / "run").fit("ekfac")
+        queries = read_queries(ours.task, ours.subject.model, [f"@{inputs.queries}"])
+        scores = ours.score(queries, save=False)
+        terms = next(iter(ours.curvature.layers.values())).terms
+        by_query = [spearman(*pair) for pair in zip(scores, theirs, strict=True)]
+        scale = float((scores * theirs).sum() / theirs.square().sum()) * len(ours.data) / terms
+        print("\nEK-FAC scores of isokron and kronfluence, query by query, damping 0.1 of the mean")
+        print(
+            f"Spearman least {min(by_query):.5f}, mean {statistics.mean(by_query):.5f}; "
+            f"ours/theirs ÷ tokens a document {scale:.4f}"
+        )
 
 
 def spearman(one: Tensor, other: Tensor) -> float:

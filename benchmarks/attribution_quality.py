@@ -19,22 +19,28 @@ import argparse
 import tempfile
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from timing import conditions
 from torch import Tensor, nn
 
 from isokron import tasks
-from isokron.attribution.influence import gradients, on_oneself, preconditioned
-from isokron.attribution.quality.labels import with_flipped_labels
-from isokron.attribution.quality.measures import compression, lds_by_query
-from isokron.attribution.quality.mislabelling import mislabel_auc
-from isokron.attribution.quality.retraining import Retrained, retrain, subsets
-from isokron.attribution.scoring import score_data
-from isokron.attribution.subject import Subject
+from isokron.attribution import Attributor, Query
+from isokron.attribution.evaluate import (
+    Retrained,
+    compression,
+    lds_by_query,
+    mislabel_auc,
+    retrain,
+    subsets,
+    with_flipped_labels,
+)
+from isokron.attribution.score import exact_scores, query_gradients
 from isokron.curvature import Curvature, fit
-from isokron.tasks import Examples, Task
+from isokron.tasks import Examples, Shown, Task
 from isokron.tasks.models import ByteTransformer
 
 DECAY = 0.01  # λ
@@ -82,15 +88,17 @@ def minimum(task: Task, indices: Tensor, seed: int) -> nn.Module:
     return model
 
 
-def hessian_scores(subject: Subject, queries: Examples) -> Tensor:
+def hessian_scores(run: Attributor, queries: Examples) -> Tensor:
     """⟨∇_q, (H + λI)⁻¹ ∇_t⟩, H = mean of (diag p − ppᵀ) ⊗ x̄x̄ᵀ. [Q, N]"""
-    weights = torch.cat([param.detach().view(10, -1) for param in subject.model.parameters()], 1)
+    weights = torch.cat(
+        [param.detach().view(10, -1) for param in run.subject.model.parameters()], 1
+    )
 
     def seen(examples: Examples) -> tuple[Tensor, Tensor]:
         images = examples.tensors[0].flatten(1)
         return torch.cat([images, torch.ones(len(images), 1)], 1), examples.tensors[1]
 
-    x, labels = seen(subject.train)
+    x, labels = seen(run.data.source)
     p = (x @ weights.mT).softmax(1)
     size = x.size(1)
     hessian = torch.zeros(10, size, 10, size)
@@ -110,21 +118,38 @@ def hessian_scores(subject: Subject, queries: Examples) -> Tensor:
     return (products * residual.mT).sum(1)
 
 
-def kronecker_scores(subject: Subject, queries: Examples, inverse: Curvature | None) -> Tensor:
+def opened(task: Task, model: nn.Module) -> Attributor:
+    """A run in a folder that is forgotten."""
+    return Attributor(tempfile.mkdtemp(), model, task=task, layers="*")
+
+
+def single(examples: Examples) -> list[Any]:
+    return [examples.batch(torch.tensor([number])) for number in range(len(examples))]
+
+
+def kronecker_scores(run: Attributor, queries: Examples, inverse: Curvature | None) -> Tensor:
     """[Q, N]"""
-    batch = queries.batch(torch.arange(len(queries)))
-    own, _ = gradients(subject.model, [batch], subject.loss, subject.sites)
-    turned = own if inverse is None else preconditioned(inverse, own)
-    return score_data(subject.model, subject.batches(), subject.loss, subject.sites, turned).of
+    subject = run.subject
+    asked = query_gradients(subject.model, single(queries), subject.loss, subject.layers, inverse)
+    order = [number for batch in run.data.plan() for number in batch]
+    assert order == list(range(len(run.data)))
+    batches = subject.batches(run.data.plan())
+    return exact_scores(subject.model, batches, subject.loss, subject.layers, asked)[0]
+
+
+def curvature_of(run: Attributor, method: str = "kfac", **options: Any) -> Curvature:
+    subject = run.subject
+    batches = subject.batches(run.data.plan())
+    return fit(subject.model, batches, subject.loss, method, selection=run.selection, **options)
 
 
 def logistic(data: str, count: int, asked: int) -> None:
     task = linear_task(data)
     everything = torch.arange(len(task.train))
-    subject = Subject(task, minimum(task, everything, 0))
-    queries = Examples(task.evaluation.batch(torch.arange(asked)))
+    run = opened(task, minimum(task, everything, 0))
+    queries = Examples(task.held_out.batch(torch.arange(asked)))
     batch = queries.batch(torch.arange(asked))
-    logits = subject.model(batch[0])
+    logits = run.subject.model(batch[0])
     right = float((logits.argmax(1) == batch[1]).float().mean())
     print(
         f"\n{task.name}: {len(everything)} examples, λ = {DECAY}, {right:.0%} of {asked} unseen "
@@ -135,21 +160,21 @@ def logistic(data: str, count: int, asked: int) -> None:
         halves = subsets(count, len(everything))
         outcome = retrain(Path(folder), task, minimum, halves, [batch])
     print(f"  retrained in {time.perf_counter() - start:.0f} s")
-    _show("Hessian, λ", outcome, hessian_scores(subject, queries))
+    _show("Hessian, λ", outcome, hessian_scores(run, queries))
     for method, fisher in (("ekfac", "exact"), ("kfac", "exact"), ("kfac", "empirical")):
-        found = fit(subject.model, list(subject.batches()), subject.loss, method, fisher=fisher)
+        curvature = curvature_of(run, method, fisher=fisher)
         ways = {
-            "λ": found.inverse(DECAY),
-            "0.1 of the mean": found.inverse(0.1, relative=True),
+            "λ": curvature.inverse(DECAY),
+            "0.1 of the mean": curvature.damped_inverse(0.1),
         }
         for name, inverse in ways.items():
-            scores = kronecker_scores(subject, queries, inverse)
+            scores = kronecker_scores(run, queries, inverse)
             _show(f"{method}, {fisher} Fisher, {name}", outcome, scores)
-    _show("gradients alone", outcome, kronecker_scores(subject, queries, None))
+    _show("gradients alone", outcome, kronecker_scores(run, queries, None))
     wrong, flipped = with_flipped_labels(task, 0.1, seed=0)
-    fooled = Subject(wrong, minimum(wrong, everything, 0))
-    found = fit(fooled.model, list(fooled.batches()), fooled.loss)
-    own, losses = on_oneself(fooled, found.inverse(0.1, relative=True))
+    fooled = opened(wrong, minimum(wrong, everything, 0)).fit()
+    own = fooled.self_influence()
+    losses = task.losses(fooled.subject.model, wrong.train.batch(everything)).detach()
     print(
         f"  10 % wrong labels: AUC {mislabel_auc(own, flipped):.3f} by self-influence (kfac), "
         f"{mislabel_auc(losses, flipped):.3f} by loss"
@@ -162,7 +187,7 @@ def _show(name: str, outcome: Retrained, scores: Tensor) -> None:
     print(f"  LDS {float(found.mean()):.3f} ± {error:.3f}  {name}", flush=True)
 
 
-def decoder(layers: int, width: int) -> Subject:
+def decoder(layers: int, width: int) -> Attributor:
     """Trained on random windows of speeches; the first of them are scored."""
     task = tasks.load("speeches")
     generator = torch.Generator().manual_seed(0)
@@ -179,7 +204,18 @@ def decoder(layers: int, width: int) -> Subject:
         task.losses(model, train.batch(numbers)).mean().backward()
         optimizer.step()
         schedule.step()
-    return Subject(task, model.eval(), examples=SCORED)
+    return Attributor(tempfile.mkdtemp(), model, task=task, examples=SCORED)
+
+
+def correlations(run: Attributor, queries: list[Query], seed: int) -> dict[str, dict[int, float]]:
+    """Of projected with exact scores, by dimension. Plain rows have no curvature in them: queries
+    are P_l(H⁻¹∇)P_rᵀ. Embeddings are left out, as of any projection."""
+    exact = run.score(queries, store=False, save=False)
+    ways = {
+        name: partial(run.projected_scores, queries, whiten=whiten, seed=seed)
+        for name, whiten in (("whitened", True), ("plain", False))
+    }
+    return {name: compression(exact, scores, DIMS) for name, scores in ways.items()}
 
 
 def transformer() -> None:
@@ -189,13 +225,17 @@ def transformer() -> None:
         f"mean and range of {len(SEEDS)} projections"
     )
     for name, (layers, width) in DECODERS.items():
-        subject = decoder(layers, width)
-        queries = [subject.task.evaluation.batch(torch.arange(ASKED))]
+        run = decoder(layers, width)
+        run = Attributor(
+            tempfile.mkdtemp(), run.subject.model, task=run.task, examples=SCORED
+        ).fit()
+        assert run.task is not None
+        unseen = Examples(run.task.held_out.batch(torch.arange(ASKED)))
+        queries = [Query(batch, (Shown(),), "") for batch in single(unseen)]
         with torch.no_grad():
-            loss = float(subject.task.losses(subject.model, queries[0]).mean())
-        curvature = fit(subject.model, list(subject.batches()), subject.loss)
-        found = [compression(subject, curvature, queries, DIMS, seed=seed) for seed in SEEDS]
-        print(f"  {name}: {layers} layers of width {width}, {loss:.2f} {subject.task.unit}")
+            loss = float(run.task.losses(run.subject.model, unseen.tensors).mean())
+        found = [correlations(run, queries, seed) for seed in SEEDS]
+        print(f"  {name}: {layers} layers of width {width}, {loss:.2f} {run.task.unit}")
         for way in found[0]:
             each = torch.tensor([[of[way][p] for p in DIMS] for of in found])
             columns = zip(each.mean(0), each.amin(0), each.amax(0), strict=True)

@@ -19,17 +19,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from attribution_quality import kronecker_scores
+from attribution_quality import curvature_of, kronecker_scores, opened
 from safetensors.torch import load_file, save_file
 from timing import conditions
 from torch import Tensor, nn
 
 from isokron import tasks
-from isokron.attribution.quality.measures import lds_by_query
-from isokron.attribution.quality.ranks import spearman
-from isokron.attribution.quality.retraining import Retrained, retrain, subsets
-from isokron.attribution.subject import Subject
-from isokron.curvature import fit
+from isokron.attribution import Attributor
+from isokron.attribution.evaluate import Retrained, lds_by_query, retrain, spearman, subsets
 from isokron.tasks import Examples, Task
 
 WIDTH, EPOCHS, BATCH, RATE = 64, 30, 64, 1e-3
@@ -41,7 +38,7 @@ def perceptron_task() -> Task:
     task = tasks.load("digits")
     train, evaluation = (
         Examples((part.tensors[0].flatten(1), part.tensors[1]))
-        for part in (task.train, task.evaluation)
+        for part in (task.train, task.held_out)
     )
 
     def model() -> nn.Module:
@@ -69,35 +66,32 @@ def trained(task: Task, indices: Tensor, seed: int) -> nn.Module:
     return model.eval()
 
 
-def peer_scores(
-    python: str, folder: Path, subject: Subject, queries: Examples
-) -> dict[str, Tensor]:
+def peer_scores(python: str, folder: Path, run: Attributor, queries: Examples) -> dict[str, Tensor]:
     given, out = folder / "given.safetensors", folder / "scores.safetensors"
-    sets = {"train": subject.train, "query": queries}
+    sets = {"train": run.data.source, "query": queries}
     data = {
         f"{name}.{xy}": each
         for name, of in sets.items()
         for xy, each in zip("xy", of.tensors, strict=True)
     }
-    save_file({**subject.model.state_dict(), **data}, given)
+    save_file({**run.subject.model.state_dict(), **data}, given)
     program = Path(__file__).with_name("kronfluence_images.py")
     subprocess.run([python, program, given, out], check=True, capture_output=True)
     return load_file(out)
 
 
-def own_scores(subject: Subject, queries: Examples) -> dict[str, Tensor]:
+def own_scores(run: Attributor, queries: Examples) -> dict[str, Tensor]:
     """[draws, Q, N] by labels and damping."""
     found: dict[str, list[Tensor]] = {}
-    batches = list(subject.batches())
     for fisher in ("empirical", "sampled", "exact"):
         for seed in range(DRAWS if fisher == "sampled" else 1):
-            curvature = fit(subject.model, batches, subject.loss, "ekfac", fisher=fisher, seed=seed)
+            curvature = curvature_of(run, "ekfac", fisher=fisher, seed=seed)
             ways = {
-                "relative": curvature.inverse(0.1, relative=True),
+                "relative": curvature.damped_inverse(0.1),
                 "absolute": curvature.inverse(ABSOLUTE),
             }
             for name, inverse in ways.items():
-                scores = kronecker_scores(subject, queries, inverse)
+                scores = kronecker_scores(run, queries, inverse)
                 found.setdefault(f"{fisher} {name}", []).append(scores)
     return {name: torch.stack(each) for name, each in found.items()}
 
@@ -123,11 +117,11 @@ def main() -> None:
     print(conditions())
     task = perceptron_task()
     everything = torch.arange(len(task.train))
-    subject = Subject(task, trained(task, everything, 0))
-    queries = Examples(task.evaluation.batch(torch.arange(args.queries)))
+    run = opened(task, trained(task, everything, 0))
+    queries = Examples(task.held_out.batch(torch.arange(args.queries)))
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        theirs = peer_scores(args.kronfluence, Path(folder), subject, queries)
+        theirs = peer_scores(args.kronfluence, Path(folder), run, queries)
         halves = subsets(args.subsets, len(everything))
         asked = [queries.batch(torch.arange(args.queries))]
         outcome = retrain(
@@ -138,7 +132,7 @@ def main() -> None:
         f"{args.repeats} models each, {time.perf_counter() - start:.0f} s"
     )
     print(f"{'LDS, labels and damping':24}{'isokron':>16}{'kronfluence':>18}{'difference':>18}  ρ")
-    for name, scores in own_scores(subject, queries).items():
+    for name, scores in own_scores(run, queries).items():
         own = mean_lds(scores, outcome)
         row = f"{name:24}{shown(own):>16}"
         if name in theirs:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from isokron.bfloat16 import bfloat16_environment
-from isokron.race.plan import machine
+from isokron.race.race import machine
 
 
 def restart_for_bfloat16() -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 from timing import interleaved
 
-from isokron.race.plan import machine
+from isokron.race.race import machine
 
 Shapes = list[tuple[int, ...]]
 

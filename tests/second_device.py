@@ -146,6 +146,11 @@ def _empty_strided(size, stride, dtype=None, layout=None, device=None, pin_memor
     return DeviceTensor(torch.empty_strided(size, stride, dtype=dtype, device="cpu"))
 
 
+def _copy_from(source, target, non_blocking=False):
+    """torch.tensor(values, device=...) fills its result by it."""
+    return _copied(target, source, non_blocking)
+
+
 _setup_privateuseone_for_python_backend(NAME)
 # autograd's own threads would abort at exit; an error in a backward pass ends the process even so
 torch.autograd.set_multithreading_enabled(False)
@@ -153,6 +158,7 @@ torch.serialization.add_safe_globals([_restored])
 _library = torch.library.Library("aten", "IMPL")
 _library.impl("empty.memory_format", _empty, "PrivateUse1")
 _library.impl("empty_strided", _empty_strided, "PrivateUse1")
+_library.impl("_copy_from", _copy_from, "PrivateUse1")
 
 
 @contextmanager

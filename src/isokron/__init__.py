@@ -16,11 +16,13 @@ if TYPE_CHECKING:
         jax,
         kernels,
         linalg,
+        losses,
         operators,
         optim,
         race,
         tasks,
     )
+    from isokron.attribution import Attributor
     from isokron.optim import (
         SOAP,
         AdamW,
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "SOAP": "isokron.optim",
     "AdamW": "isokron.optim",
+    "Attributor": "isokron.attribution",
     "Katie": "isokron.optim",
     "Muon": "isokron.optim",
     "NaturalGradient": "isokron.optim",
@@ -61,6 +64,7 @@ _FOLDERS = (
     "jax",
     "kernels",
     "linalg",
+    "losses",
     "operators",
     "optim",
     "race",
@@ -70,6 +74,7 @@ _FOLDERS = (
 __all__ = [
     "SOAP",
     "AdamW",
+    "Attributor",
     "Katie",
     "Muon",
     "NaturalGradient",
@@ -88,6 +93,7 @@ __all__ = [
     "jax",
     "kernels",
     "linalg",
+    "losses",
     "operators",
     "optim",
     "param_groups",

@@ -1,9 +1,12 @@
 """A tiny task of words, with everything a run can use; it needs no data of any package."""
 
+from pathlib import Path
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from isokron.attribution import Subject
+from isokron.attribution import Attributor
 from isokron.tasks import Examples, Shown, Task
 
 LETTERS = " abcdefgh"
@@ -65,6 +68,8 @@ def task() -> Task:
     )
 
 
-def subject(seed: int = 0) -> Subject:
+def attributor(folder: Path | str, seed: int = 0, **options: Any) -> Attributor:
+    """A run on the task with a random model, all layers and batches of five."""
     torch.manual_seed(seed)
-    return Subject(task(), Model().eval())
+    options = {"task": task(), "layers": "*", "batch_size": 5, **options}
+    return Attributor(folder, Model(), **options)

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import torch
 
-from isokron.attribution import Display, Store, StoreWriter
+from isokron.attribution.store import Store, StoreWriter
 
 COLUMNS = {"fc1": (3, 4), "fc2": (1, 5, 2)}
 WIDTH = 22
-PLAN = {"settings": {"model": "toy", "projection": {"dim": 3, "seed": 0}}, "columns": COLUMNS}
-PLAN |= {"examples": 10, "examples_per_shard": 4}
+SCHEMA = {"settings": {"model": "toy", "projection": {"dim": 3, "seed": 0}}, "columns": COLUMNS}
+SCHEMA |= {"examples": 10, "examples_per_shard": 4}
 
 
 def gradients(first: int, last: int, width: int = WIDTH) -> torch.Tensor:
@@ -22,15 +22,14 @@ def fill(writer: StoreWriter, shards=None) -> None:
     for number, first, last in writer.missing(shards):
         writer.write(
             number,
-            gradients(first, last, writer.plan.width),
+            gradients(first, last, writer.schema.width),
             ids=[f"é-{k}" for k in range(first, last)],
-            display=[Display("text", b"shown %d" % k) for k in range(first, last)],
             extra={"loss": torch.arange(first, last) / 2},
         )
 
 
 def build(folder: Path, **changes) -> Store:
-    writer = StoreWriter.open(folder, **{**PLAN, **changes})
+    writer = StoreWriter.open(folder, **{**SCHEMA, **changes})
     fill(writer)
     return writer.finish()
 

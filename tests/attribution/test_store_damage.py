@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from small_store import PLAN, build, contents, fill, gradients
+from small_store import SCHEMA, build, contents, fill, gradients
 
-from isokron.attribution import Store, StoreWriter
+from isokron.attribution.store import Store, StoreWriter
 
 SHARD = "shard-00001.safetensors"
 AGAIN = "run the same build command again"
@@ -28,7 +28,7 @@ def test_a_truncated_shard_is_told_with_both_sizes(tmp_path: Path) -> None:
     size = path.stat().st_size
     os.truncate(path, size - 1)
     with pytest.raises(
-        ValueError, match=f"{SHARD} .* was {size} bytes and is now {size - 1} bytes"
+        ValueError, match=f"{SHARD} .* size in bytes was {size} and is now {size - 1}"
     ):
         Store.open(tmp_path)
 
@@ -36,7 +36,7 @@ def test_a_truncated_shard_is_told_with_both_sizes(tmp_path: Path) -> None:
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     build(tmp_path)
     (tmp_path / SHARD).unlink()
-    with pytest.raises(FileNotFoundError, match=f"{SHARD} is missing; {AGAIN}"):
+    with pytest.raises(ValueError, match=f"{SHARD} is missing; {AGAIN}"):
         Store.open(tmp_path)
 
 
@@ -64,8 +64,8 @@ def test_a_flipped_bit_in_the_head_is_found_when_opened(tmp_path: Path) -> None:
 
 
 def test_a_shard_of_another_store_is_found_out(tmp_path: Path) -> None:
-    one = build(tmp_path / "a").plan.digest
-    other = build(tmp_path / "b", settings={"model": "other"}).plan.digest
+    one = build(tmp_path / "a").schema.digest
+    other = build(tmp_path / "b", settings={"model": "other"}).schema.digest
     (tmp_path / "b" / SHARD).replace(tmp_path / "a" / SHARD)
     with pytest.raises(
         ValueError, match=f"{SHARD} .*settings was '{one}' and is now '{other}'; run"
@@ -76,7 +76,7 @@ def test_a_shard_of_another_store_is_found_out(tmp_path: Path) -> None:
 def test_a_shard_in_the_place_of_another_is_found_out(tmp_path: Path) -> None:
     build(tmp_path)
     (tmp_path / SHARD).write_bytes((tmp_path / "shard-00000.safetensors").read_bytes())
-    with pytest.raises(ValueError, match=f"{SHARD} .*first_example was '4' and is now '0'; run"):
+    with pytest.raises(ValueError, match=f"{SHARD} .*first_example was 4 and is now 0; run"):
         Store.open(tmp_path)
 
 
@@ -96,7 +96,7 @@ def test_what_is_no_safetensors_is_found_out(tmp_path: Path, content: bytes) -> 
     path = tmp_path / SHARD
     path.write_bytes(content.ljust(path.stat().st_size, b"\xff")[: path.stat().st_size])
     with pytest.raises(
-        ValueError, match=f"{SHARD} is damaged or foreign: .*head was None and is now"
+        ValueError, match=f"{SHARD} is damaged or foreign: .*header was None and is now"
     ):
         Store.open(tmp_path)
 
@@ -109,7 +109,7 @@ def test_a_damaged_shard_is_written_anew_by_the_same_build(
     flip(tmp_path / SHARD, -1)
     (tmp_path / "shard-00002.safetensors").unlink()
     with caplog.at_level(logging.WARNING):
-        writer = StoreWriter.open(tmp_path, **PLAN)
+        writer = StoreWriter.open(tmp_path, **SCHEMA)
         assert writer.missing() == [(1, 4, 8), (2, 8, 10)]
     assert f"{SHARD} is written anew" in caplog.text
     fill(writer)
@@ -120,7 +120,7 @@ def test_a_damaged_shard_is_written_anew_by_the_same_build(
 def test_a_damaged_record_is_written_anew(tmp_path: Path) -> None:
     build(tmp_path / "straight")
     folder = tmp_path / "store"
-    writer = StoreWriter.open(folder, **PLAN)
+    writer = StoreWriter.open(folder, **SCHEMA)
     fill(writer)
     (folder / "shard-00000.json").write_text("{")
     (folder / "shard-00001.json").write_text('{"file": 3}')
@@ -133,7 +133,7 @@ def test_a_damaged_record_is_written_anew(tmp_path: Path) -> None:
 
 
 def test_an_unfinished_store_says_how_far_it_is(tmp_path: Path) -> None:
-    writer = StoreWriter.open(tmp_path, **PLAN)
+    writer = StoreWriter.open(tmp_path, **SCHEMA)
     fill(writer, [0, 2])
     for look in (lambda: Store.open(tmp_path), writer.finish):
         with pytest.raises(ValueError, match=f"is not finished: 2 of 3 shards are there; {AGAIN}"):
@@ -149,13 +149,12 @@ def test_no_store_is_told_as_such(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 2}, r"manifest.json has version 2, and this isokron .* reads 1; build"),
-        ({"format": "zip"}, "has format 'zip', and a gradient store has 'isokron gradient store'"),
-        ({"examples": 9}, "is damaged, its digest is .* and that of its fields"),
-        ({"settings": {}}, "is damaged, its digest is"),
-        ({"columns": 3}, "is damaged, it lacks"),
-        ({"shards": []}, "not finished: 0 of 3 shards are there"),
-        ({"shards": [{"file": "../x"}]}, "is damaged, it lacks"),
+        ({"version": 1}, r"none of this isokron .*: version was 2 and is now 1; build"),
+        ({"format": "zip"}, "format was 'isokron gradient store' and is now 'zip'"),
+        ({"examples": 9}, "is damaged: checksum was .* and is now"),
+        ({"settings": {}}, "is damaged: checksum"),
+        ({"shards": []}, "is damaged: checksum"),
+        ({"checksum": None}, "is damaged: checksum"),
     ],
 )
 def test_a_changed_manifest_is_refused(tmp_path: Path, change: dict, message: str) -> None:
@@ -166,47 +165,17 @@ def test_a_changed_manifest_is_refused(tmp_path: Path, change: dict, message: st
         Store.open(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("bytes", 7),
-        ("rows", 3),
-        ("tensors", {}),
-        ("tensors", {"gradients": {"dtype": "F31", "shape": [4, 22]}}),
-        ("tensors", {"gradients": 3}),
-    ],
-)
-def test_a_changed_record_is_refused(tmp_path: Path, field: str, value: object) -> None:
-    build(tmp_path)
-    path = tmp_path / "manifest.json"
-    manifest = json.loads(path.read_text())
-    manifest["shards"][1][field] = value
-    path.write_text(json.dumps(manifest))
-    with pytest.raises(ValueError, match=rf"manifest.json is damaged: its record of .*{SHARD} is"):
-        Store.open(tmp_path)
-
-
-def test_a_manifest_cannot_lead_out_of_the_folder(tmp_path: Path) -> None:
-    build(tmp_path)
-    path = tmp_path / "manifest.json"
-    manifest = json.loads(path.read_text())
-    manifest["shards"][1]["file"] = f"../{tmp_path.name}/{SHARD}"
-    path.write_text(json.dumps(manifest))
-    with pytest.raises(ValueError, match=r"damaged, its shard 1 is '../"):
-        Store.open(tmp_path)
-
-
 @pytest.mark.parametrize("text", ["", "{", "[1]", "\udcff"])
 def test_a_manifest_that_is_not_json_is_refused(tmp_path: Path, text: str) -> None:
     build(tmp_path)
     (tmp_path / "manifest.json").write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(ValueError, match=r"manifest.json (is not JSON|holds list)"):
+    with pytest.raises(ValueError, match=r"manifest.json is damaged, not JSON"):
         Store.open(tmp_path)
 
 
 def test_shards_with_other_tensors_are_refused_at_the_end(tmp_path: Path) -> None:
-    writer = StoreWriter.open(tmp_path, **PLAN)
+    writer = StoreWriter.open(tmp_path, **SCHEMA)
     fill(writer, [0, 1])
     writer.write(2, gradients(8, 10), ids=["a", "b"])
-    with pytest.raises(ValueError, match=r"same tensors: shard-00000.safetensors has .*'loss'.*"):
+    with pytest.raises(ValueError, match=r"same tensors, shard-00002.* has \['gradients', 'ids'\]"):
         writer.finish()

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_store import PLAN, build, contents, fill
+from small_store import SCHEMA, build, contents, fill
 
-from isokron.attribution import Store, StoreWriter
+from isokron.attribution.store import Store, StoreWriter
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 LARGER = {"columns": {"fc": (4000,)}, "examples": 24}  # six shards of 64 kB
@@ -103,11 +103,11 @@ def test_killed_at_random_times_it_is_the_same_to_the_byte(tmp_path: Path) -> No
 
 
 def test_finished_shards_are_kept_and_not_written_again(tmp_path: Path) -> None:
-    writer = StoreWriter.open(tmp_path, **PLAN)
+    writer = StoreWriter.open(tmp_path, **SCHEMA)
     fill(writer, [0, 2])
     before = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("shard-*.safetensors")}
     (tmp_path / "shard-00001.safetensors").write_bytes(b"no record: killed between the two")
-    assert StoreWriter.open(tmp_path, **PLAN).missing() == [(1, 4, 8)]
+    assert StoreWriter.open(tmp_path, **SCHEMA).missing() == [(1, 4, 8)]
     build(tmp_path)
     after = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("shard-*.safetensors")}
     assert len(after) == 3
@@ -120,7 +120,7 @@ def test_several_processes_build_one_store(tmp_path: Path, shared: bool) -> None
     folder = tmp_path / "store"
 
     def work(rank: int) -> None:
-        writer = StoreWriter.open(folder, **{**PLAN, **LARGER})
+        writer = StoreWriter.open(folder, **{**SCHEMA, **LARGER})
         fill(writer, None if shared else range(rank, 6, 4))
         if shared:
             writer.finish()
@@ -129,7 +129,7 @@ def test_several_processes_build_one_store(tmp_path: Path, shared: bool) -> None
         numbers = [started(lambda rank=rank: work(rank)) for rank in range(4)]
         assert [ended(number) for number in numbers] == [0] * 4
         if not shared:
-            StoreWriter.open(folder, **{**PLAN, **LARGER}).finish()
+            StoreWriter.open(folder, **{**SCHEMA, **LARGER}).finish()
         assert contents(folder) == contents(tmp_path / "straight")
         for path in folder.iterdir():
             path.unlink()
@@ -153,20 +153,14 @@ def test_several_processes_some_of_them_killed(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_one_clear_line_and_finished_shards_stay(tmp_path: Path) -> None:
     folder, said = tmp_path / "store", tmp_path / "said"
-    sizes = {"columns": {"fc": (4000,)}, "examples": 9, "per_token": True}
-    rows = [1, 9, 1]  # the second shard is larger than a file may be
+    sizes = {"columns": {"fc": (4000,)}, "examples": 9}
+    extra = [1, 9000, 1]  # the second shard is larger than a file may be
 
     def work() -> None:
-        writer = StoreWriter.open(folder, **{**PLAN, **sizes})
+        writer = StoreWriter.open(folder, **{**SCHEMA, **sizes})
         for number, first, last in writer.missing():
-            count = rows[number]
-            writer.write(
-                number,
-                torch.ones(count, 4000),
-                ids=[str(k) for k in range(first, last)],
-                example=torch.full((count,), first),
-                position=torch.arange(count),
-            )
+            names = ["x" * extra[number] for _ in range(first, last)]
+            writer.write(number, torch.ones(last - first, 4000), ids=names)
         writer.finish()
 
     def limited() -> None:
@@ -186,22 +180,26 @@ def test_a_full_disk_is_one_clear_line_and_finished_shards_stay(tmp_path: Path) 
     assert "MB are free there; free some space" in message
     assert "run the same command again" in message
     assert "\n" not in message
-    assert sorted(contents(folder)) == ["plan.json", "shard-00000.json", "shard-00000.safetensors"]
+    assert sorted(contents(folder)) == [
+        "schema.json",
+        "shard-00000.json",
+        "shard-00000.safetensors",
+    ]
     before = (folder / "shard-00000.safetensors").stat().st_mtime_ns
     assert ended(started(work)) == 0
     assert (folder / "shard-00000.safetensors").stat().st_mtime_ns == before
-    assert len(Store.open(folder, verify="full")) == 11
+    assert len(Store.open(folder, verify="full")) == 9
 
 
 def test_a_file_in_the_place_of_the_folder_is_told(tmp_path: Path) -> None:
     (tmp_path / "store").write_text("a file")
-    with pytest.raises(ValueError, match=r"folder '.*store' is a file; give a new folder"):
-        StoreWriter.open(tmp_path / "store", **PLAN)
+    with pytest.raises(FileExistsError, match=r"File exists: '.*store'"):
+        StoreWriter.open(tmp_path / "store", **SCHEMA)
 
 
 def test_what_cannot_be_written_is_told(tmp_path: Path) -> None:
-    (tmp_path / ".plan.json.tmp").mkdir()
-    wrong = r"could not write '.*/plan.json': Is a directory; make its"
+    (tmp_path / ".schema.json.tmp").mkdir()
+    wrong = r"could not write '.*/schema.json': Is a directory; make its"
     with pytest.raises(IsADirectoryError, match=wrong) as caught:
-        StoreWriter.open(tmp_path, **PLAN)
+        StoreWriter.open(tmp_path, **SCHEMA)
     assert caught.value.errno == errno.EISDIR

@@ -13,17 +13,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from isokron.attribution.building import build_store
-from isokron.attribution.encoding import encoding
-from isokron.attribution.scoring import score_store
+from isokron.attribution.projection import collect, encoding
+from isokron.attribution.store import StoreWriter
 from isokron.curvature import CrossEntropy
-from isokron.curvature.sites import find_sites
-from isokron.tasks import Examples
+from isokron.curvature.layers import find_layers
 
 torch.manual_seed(0)
 model = nn.Linear(128, 128, bias=False)
-examples = Examples((torch.randn(1500, 128), torch.randint(0, 128, (1500,))))
-how = encoding(find_sites(model))
+x, y = torch.randn(1500, 128), torch.randint(0, 128, (1500,))
+how = encoding(find_layers(model).layers)
 folder, memory = Path(sys.argv[1]), 16 * 2**20
 
 
@@ -32,16 +30,28 @@ def now(field):
     return 1024 * int(next(line for line in lines if line.startswith(field)).split()[1])
 
 
-def run(name, count, budget):
-    some = Examples(tuple(tensor[:count] for tensor in examples.tensors))
-    store = build_store(folder / name, model, some, CrossEntropy(), how, memory=budget)
-    return store, score_store(store, torch.randn(2, how.width), memory=budget).of
+def run(name, examples):
+    size = memory // 8 // (4 * how.width)  # a shard is in memory a few times while it is written
+    writer = StoreWriter.open(
+        folder / name, settings={}, columns=how.columns(), examples=examples,
+        examples_per_shard=size,
+    )
+    for number, first, last in writer.missing():
+        rows = []
+        batch = x[first:last], y[first:last]
+        collect(model, [batch], CrossEntropy(), how, lambda part, losses: rows.append(part))
+        writer.write(number, torch.cat(rows), ids=[str(k) for k in range(first, last)])
+    store = writer.finish()
+    query = torch.randn(2, how.width)
+    scores = torch.cat([query @ rows.mT for _, rows in store.blocks(memory)], 1)
+    assert scores.shape == (2, examples)
+    return store
 
 
-run("small", 32, memory)  # what is loaded on the first use is no part of it
+run("small", 32)  # what is loaded on the first use is no part of it
 Path("/proc/self/clear_refs").write_text("5")
 before = now("VmRSS")
-store, scores = run("large", 1500, memory)
+store = run("large", 1500)
 print(len(store) * store.width * 4, now("VmHWM") - before)
 """
 

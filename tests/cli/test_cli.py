@@ -59,8 +59,9 @@ def test_tasks_are_listed_one_per_line():
         (["race", "--optimizers", "mun"], "did you mean muon"),
         (["race", "--optimizers", "muon(0.9)"], "options must read"),
         (["race", "--lr", "1e-3,fast"], "'1e-3,fast' is not a list of numbers"),
-        (["race", "--lr", "soap=0.1"], "'soap', which does not take part"),
-        (["race", "--steps", "0"], "steps must be at least 1"),
+        (["race", "--steps", "0"], "--steps must be at least 1, got 0"),
+        (["race", "--lr", "-1"], "--lr must be positive numbers, got -1.0"),
+        (["race", "--lr", "soap=0.1"], "--lr is given for 'soap', which does not take part"),
     ],
 )
 def test_a_wrong_call_exits_2_with_one_line(arguments, message, inside, tmp_path):
@@ -90,6 +91,13 @@ def test_a_race_prints_the_table_and_the_page_and_refuses_to_overwrite(inside, t
     code, err = inside(*arguments)
     assert code == 2
     assert "already holds a race; continue it with --resume" in one_line_error(err)
+
+
+def test_repeated_learning_rates_are_joined(inside, tmp_path):
+    more = ["--lr", "0.1", "--optimizers", "sign", "--lr", "sign=0.02", "--lr", "sign=0.04"]
+    assert inside(*toy_race(*more, "--steps", "2", "--out", "r"))[0] == 0
+    rates = json.loads((tmp_path / "r" / "settings.json").read_text())["learning rates"]
+    assert rates == {"adamw": [0.003, 0.01, 0.1], "sign": [0.02, 0.04]}
 
 
 def test_learning_rates_can_be_given_per_optimizer(inside, tmp_path):
@@ -152,15 +160,25 @@ def test_a_stopped_race_is_completed_by_resume(how, started_race, called, tmp_pa
 EASY = ["--optimizers", "sign", "--lr", "adamw=1e-5", "--lr", "sign=0.01", "--out", "r"]
 
 
-def test_help_of_race_names_every_option_and_loads_no_torch():
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("race", {"--shortest", "--resume", "--steps"}),
+        (
+            "inspect",
+            {"--task", "--weights", "--method", "--damping", "isokron inspect --task digits"},
+        ),
+    ],
+)
+def test_help_names_options_and_loads_no_torch(command, words):
     script = (
-        "import sys, isokron.cli as cli; sys.argv = ['isokron', 'race', '--help']\n"
+        f"import sys, isokron.cli as cli; sys.argv = ['isokron', {command!r}, '--help']\n"
         "try: cli.main()\nfinally: print('torch' in sys.modules)"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
     )
-    assert {"--shortest", "--resume", "--steps"} <= set(re.findall(r"--\w+", done.stdout))
+    assert all(word in done.stdout for word in words)
     assert done.stdout.splitlines()[-1] == "False"
 
 
@@ -171,7 +189,7 @@ def test_shortest_schedules_are_shown_and_may_be_asked_for_later(called, tmp_pat
     done = called(*arguments, "--resume", "--shortest")
     assert done.returncode == 0, done.stderr
     assert re.search(r"│ +\d+ steps \(0\.\d\d×\) │ +\d+\.\d\d s \(\d\.\d\d×\) │", done.stdout)
-    assert "more: looking for the shortest schedule" in done.stderr
+    assert "more runs: looking for the shortest schedule" in done.stderr
     after = finished_runs(tmp_path)
     assert {path: after[path] for path in before} == before
     assert len(after) > len(before)

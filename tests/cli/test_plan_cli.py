@@ -51,14 +51,17 @@ def test_a_plan_is_data_for_machines(inside, printed) -> None:
     ("arguments", "said"),
     [
         (("--model", "lama-7b", "--ranks", "4"), "did you mean llama-7b"),
-        (("--model", "gpt2", "--ranks", "0"), "ranks must be at least 1"),
-        (("--model", "gpt2", "--ranks", "6", "--layout", "hsdp", "--shard", "4"), "must divide"),
+        (("--model", "gpt2", "--ranks", "0"), "--ranks must be at least 1"),
+        (
+            ("--model", "gpt2", "--ranks", "6", "--layout", "hsdp", "--shard", "4"),
+            "--shard must divide",
+        ),
         (("--model", "gpt2", "--ranks", "6", "--optimizers", "natural"), "cannot be planned"),
         (("--model", "gpt2", "--ranks", "6", "--optimizers", "sop"), "did you mean soap"),
-        (("--model", "gpt2", "--ranks", "6", "--dtype", "int8"), "dtype must be one of"),
+        (("--model", "gpt2", "--ranks", "6", "--dtype", "int8"), "--dtype must be one of"),
         (
             ("--model", "gpt2", "--ranks", "6", "--flops", "0", "--eigh-flops", "1"),
-            "positive number of TFLOP/s",
+            "--flops must be a positive number of TFLOP/s",
         ),
         (("--model", "gpt2", "--ranks", "6", "--flops", "1"), "go together"),
         (("--model", "gpt2", "--ranks", "6", "--eigh-flops", "1"), "go together"),

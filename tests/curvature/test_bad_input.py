@@ -1,6 +1,5 @@
 """Errors of curvature say what was wrong, where, and what to do about it."""
 
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from curvature_naive import CLASSES, CROSS_ENTROPY, batched, labels
-from isokron.curvature import capture, fit
+from isokron.curvature import capture, find_layers, fit
+from isokron.curvature.backward import probe_layers
+from isokron.curvature.layers import LeftOut
 
 METHODS = ("kfac", "ekfac", "tkfac", "shampoo")
 
@@ -76,8 +77,11 @@ class Unused(nn.Module):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_layer_that_is_never_used_is_named(method: str) -> None:
-    with pytest.raises(ValueError, match="no gradient ever came to idle; name in `layers` only"):
+    with pytest.raises(
+        ValueError, match=r"no gradient ever came to idle.*leave it out by layers='!id"
+    ):
         fit(Unused(), data(), CROSS_ENTROPY, method)
+    assert list(fit(Unused(), data(), CROSS_ENTROPY, method, layers="!idle")) == ["used"]
     assert list(fit(Unused(), data(), CROSS_ENTROPY, method, layers="used")) == ["used"]
 
 
@@ -138,11 +142,15 @@ def test_a_model_without_known_layers_is_an_error() -> None:
             fit(model, data(), CROSS_ENTROPY)
 
 
-def test_a_pattern_that_matches_nothing_is_an_error() -> None:
-    with pytest.raises(ValueError, match="layers: 'head' matches no module; there are 0, 1, 2"):
-        fit(network(), data(), CROSS_ENTROPY, layers=["0", "head"])
-    with pytest.raises(ValueError, match="no layer to observe"):
-        fit(network(), data(), CROSS_ENTROPY, layers=[])
+def test_a_pattern_that_matches_nothing_is_an_error_that_names_near_ones() -> None:
+    model = Unused()
+    for wrong in ("usde", "!usde", ["idle", "usde"], "idle,!usde"):
+        with pytest.raises(ValueError, match=r"layers: '!?usde' matches no module.*are used"):
+            fit(model, data(), CROSS_ENTROPY, layers=wrong)
+    with pytest.raises(ValueError, match="at least one pattern, got \\[\\]"):
+        fit(model, data(), CROSS_ENTROPY, layers=[])
+    with pytest.raises(ValueError, match=r"no layer to observe.*idle \(excluded"):
+        fit(model, data(), CROSS_ENTROPY, layers="!idle,!used")
 
 
 class Partly(nn.Module):
@@ -155,35 +163,22 @@ class Partly(nn.Module):
         return self.head(self.norm(self.first(x)) * self.scale)
 
 
-def test_layers_of_unknown_types_are_warned_of_once() -> None:
-    model = Partly().eval()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        found = fit(model, data(), CROSS_ENTROPY, "ekfac")
-    assert list(found) == ["first", "head"]
-    (warning,) = caught
-    message = str(warning.message)
-    assert "the model itself (Partly), norm (BatchNorm1d) is not known" in message
-    assert warning.filename == __file__  # where fit was called
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+def test_layers_of_unknown_types_are_in_the_summary_and_not_warned_of() -> None:
+    model = Partly()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert list(fit(model, data(), CROSS_ENTROPY, "ekfac")) == ["first", "head"]
         with capture(model):
             pass
-    (warning,) = caught
-    assert warning.filename == __file__
+    summary = find_layers(model).summary()
+    assert summary == (
+        "covers 31 of 40 parameters; left out: the model itself (Partly), norm (BatchNorm1d)"
+    )
 
 
 def test_layers_of_unknown_types_are_errors_where_one_is_strict() -> None:
     with pytest.raises(ValueError, match=r"norm \(BatchNorm1d\) is not known.*strict=False"):
-        fit(Partly().eval(), data(), CROSS_ENTROPY, strict=True)
-    with pytest.raises(ValueError, match="is not known"), capture(Partly(), strict=True):
-        pass
-
-
-def test_named_layers_are_not_warned_of() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        fit(Partly().eval(), data(), CROSS_ENTROPY, layers=["first", "head"])
+        fit(Partly(), data(), CROSS_ENTROPY, strict=True)
 
 
 def test_a_layer_used_on_different_numbers_of_examples_is_named() -> None:
@@ -195,17 +190,12 @@ def test_a_layer_used_on_different_numbers_of_examples_is_named() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.layer(x) + self.layer(x[:1])
 
-    with pytest.raises(ValueError, match="layer 'layer' was used on 1 and on 2 examples"):
+    with pytest.raises(ValueError, match=r"layer 'layer': 1 rows for 2 examples.*layers='!layer'"):
         fit(Uneven(), data(), CROSS_ENTROPY)
 
 
 @pytest.mark.parametrize("places", [torch.arange(3), torch.arange(3)[None]])
-def test_positions_that_all_examples_share_are_warned_of_once(
-    places: Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        sys.modules["isokron.curvature.folding"], "KEPT", 0
-    )  # the data is seen twice
+def test_positions_that_all_examples_share_are_found_in_the_first_batch(places: Tensor) -> None:
 
     class Positions(nn.Module):
         def __init__(self) -> None:
@@ -217,10 +207,13 @@ def test_positions_that_all_examples_share_are_warned_of_once(
             return self.head(self.tokens(x) + self.places(places))
 
     given = [(torch.randint(5, (2, 3)), torch.randint(CLASSES, (2, 3)))]
-    with pytest.warns(UserWarning, match="^places had fewer inputs than") as caught:
-        fit(Positions(), given, CROSS_ENTROPY, "ekfac")
-    assert len(caught) == 1
-    assert caught[0].filename == __file__
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        fit(Positions(), given, CROSS_ENTROPY, "ekfac", layers=["tokens", "head"])
+    with pytest.raises(ValueError, match=r"layer 'places': .* cannot be told apart.*'!places'"):
+        fit(Positions(), given, CROSS_ENTROPY, "ekfac", layers="*")
+    model = Positions()
+    selection = probe_layers(model, given[0], CROSS_ENTROPY, find_layers(model, "*"))
+    assert [layer.name for layer in selection.layers] == ["tokens", "head"]
+    rows = places.size(0)
+    assert selection.left_out == [
+        LeftOut("places", f"{rows} rows for 2 examples cannot be told apart by example", 12)
+    ]
+    fit(Positions(), given, CROSS_ENTROPY, "ekfac", layers="*,!places")

@@ -2,6 +2,7 @@
 
 import itertools
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from isokron.curvature import (
     Curvature,
     Likelihood,
     SquaredError,
+    exact_cost,
     fit,
 )
 
@@ -153,7 +155,7 @@ def test_the_sampled_fisher_converges_to_the_exact_one(name: str) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("fisher", ["empirical", "sampled", "exact"])
+@pytest.mark.parametrize("fisher", ["empirical", "exact"])
 def test_batches_do_not_change_curvature(method: str, fisher: str) -> None:
     model, x = Sequence().double(), torch.randn(7, 3, 2).double()
     t = torch.randint(CLASSES, (7, 3))
@@ -171,7 +173,7 @@ def test_batches_do_not_change_curvature(method: str, fisher: str) -> None:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_drawn_labels_do_not_depend_on_batches(name: str) -> None:
+def test_drawn_labels_depend_on_the_seed_and_the_number_of_the_batch_only(name: str) -> None:
     likelihood, _, targets = LOSSES[name]
     drawn: list[Tensor] = []
 
@@ -182,16 +184,15 @@ def test_drawn_labels_do_not_depend_on_batches(name: str) -> None:
 
     model, x = network(), torch.randn(40, 3).double()
     t = targets(model(x).detach())
-    runs = []
-    for sizes in ((40,), (1,), (17, 3)):
-        fit(model, batched(x, t, sizes=sizes), Spy(), fisher="sampled", seed=5, **DOUBLE)
-        runs.append(torch.cat(drawn))
+
+    def second_batch(size: int, seed: int) -> Tensor:
         drawn.clear()
-    # a score of another batch size has another last bit, and so has a drawn number
-    for run in runs[1:]:
-        torch.testing.assert_close(run, runs[0])
-    fit(model, [(x, t)], Spy(), fisher="sampled", seed=6, **DOUBLE)
-    assert not torch.equal(drawn[0], runs[0])
+        data = [(x[:size], t[:size]), (x[20:], t[20:])]
+        fit(model, data, Spy(), fisher="sampled", seed=seed, **DOUBLE)
+        return drawn[1]
+
+    assert torch.equal(second_batch(20, 5), second_batch(3, 5))
+    assert not torch.equal(second_batch(20, 5), second_batch(20, 6))
 
 
 def test_ekfac_draws_other_labels_for_eigenvalues_than_for_bases() -> None:
@@ -232,44 +233,6 @@ def test_two_fits_are_bit_identical(method: str) -> None:
         )
 
 
-def test_a_second_pass_over_the_data_gives_what_kept_uses_give(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model, x, t = Sequence().double(), torch.randn(6, 3, 2).double(), torch.randint(CLASSES, (6, 3))
-
-    def fitted() -> Curvature:
-        return fit(model, batched(x, t), CrossEntropy(), "ekfac", **DOUBLE)
-
-    kept = fitted()
-    monkeypatch.setattr(sys.modules["isokron.curvature.folding"], "KEPT", 0)
-    again = fitted()
-    for layer in kept:
-        torch.testing.assert_close(again[layer].to_dense(), kept[layer].to_dense(), **EXACT)
-
-
-@pytest.mark.parametrize("known", [True, False])
-def test_what_does_not_all_fit_is_not_kept_at_all(
-    known: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A batch of 4 has 4·4·(3 + 3) bytes to keep: two of the three batches would fit."""
-    monkeypatch.setattr(sys.modules["isokron.curvature.folding"], "KEPT", 2 * 96)
-    model = nn.Linear(3, CLASSES)
-    batches = batched(torch.randn(12, 3), labels(12), sizes=[4])
-    copies = []
-
-    class Unsized:
-        def __iter__(self) -> Any:
-            return iter(batches)
-
-    def counted(uses: Any, **changed: Any) -> Any:
-        copies.append(changed)
-        return uses
-
-    monkeypatch.setattr(sys.modules["isokron.curvature.folding"], "replace", counted)
-    fit(model, batches if known else Unsized(), CrossEntropy(), "ekfac")
-    assert len(copies) == (0 if known else 2)
-
-
 def test_gradients_of_examples_are_the_same_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x, t = Sequence().double(), torch.randn(6, 3, 2).double(), torch.randint(CLASSES, (6, 3))
     for method in ("ekfac", "shampoo"):
@@ -292,12 +255,14 @@ def test_slopes_of_cross_entropy_are_the_gradients_of_its_terms(
     loss = CrossEntropy(ignore_index=-1)
     loss.terms(outputs, targets).sum().backward()
     weights = loss.weights(targets).to(dtype).reshape(*outputs.shape[:-1], 1)
-    torch.testing.assert_close(loss.slopes(outputs.detach(), targets) * weights, outputs.grad)
+    torch.testing.assert_close(
+        loss.terms_and_slopes(outputs.detach(), targets)[1] * weights, outputs.grad
+    )
 
 
 def test_slopes_of_cross_entropy_want_one_target_a_term() -> None:
     with pytest.raises(ValueError, match="one a term, got 3 for 2"):
-        CrossEntropy().slopes(torch.randn(2, CLASSES), torch.zeros(3, dtype=torch.long))
+        CrossEntropy().terms_and_slopes(torch.randn(2, CLASSES), torch.zeros(3, dtype=torch.long))
 
 
 def test_a_class_made_of_cross_entropy_may_have_terms_of_its_own() -> None:
@@ -388,6 +353,39 @@ def test_losses_of_ones_own_with_weights_are_a_likelihood_with_masked_terms() ->
     found = fit(model, [(x, t)], loss, "ekfac", **DOUBLE)
     for layer in want:
         torch.testing.assert_close(found[layer].to_dense(), want[layer].to_dense(), **EXACT)
+
+
+def test_fractional_weights_count_squares_of_gradients_once() -> None:
+    model, x, t = nn.Linear(3, CLASSES).double(), torch.randn(4, 3).double(), labels(4)
+    weights = torch.tensor([0.25, 1.0, 0.0, 2.0]).double()
+
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        return functional.cross_entropy(model(batch[0]), batch[1], reduction="none"), weights
+
+    found = fit(model, [(x, t)], loss, **DOUBLE).layers[""].statistics["output"][0]
+    g = model(x).softmax(-1).detach() - functional.one_hot(t, CLASSES)
+    torch.testing.assert_close(found, (g * weights[:, None]).T @ g / weights.sum(), **EXACT)
+
+
+def test_an_exact_fisher_of_many_classes_is_warned_of_before_the_first_backward_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert exact_cost((8, 128, 49152)) == 128 * 49152
+    assert exact_cost((8, 10)) == 10
+    model = Sequence(outputs=400).double()
+    x, t = torch.randn(2, 3, 2).double(), torch.zeros(2, 3, dtype=torch.long)
+    passed: list[str] = []
+    monkeypatch.setattr(Tensor, "backward", lambda *_, **__: passed.append("back"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match=r"takes 1,200 backward passes a batch.*400 classes"):
+            fit(model, [(x, t)], CrossEntropy(), fisher="exact")
+    assert not passed
+    monkeypatch.undo()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit(model, [(x, t)], CrossEntropy(), fisher="exact", layers="last")  # in closed form
+        fit(model, [(x, t)], CrossEntropy(), fisher="sampled")
 
 
 def test_curvature_is_a_mean_over_terms() -> None:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from curvature_naive import CROSS_ENTROPY, EXACT, Tailed, batched, kron, labels, truth
-from isokron.curvature import Curvature, fit
+from isokron.curvature import Curvature, find_layers, fit
+from isokron.curvature.layers import LeftOut
 
 ROWS, TOKENS = 3, 7
 
@@ -132,22 +133,22 @@ def test_an_embedding_has_a_diagonal_of_counts(padding: int | None) -> None:
     g, a = want.grads[0][learns], nn.functional.one_hot(x, TOKENS)[learns].double()
     total = want.fisher.diagonal(dim1=1, dim2=2).sum()
 
-    kfac = known(fitted(model, x, "kfac"))
+    kfac = known(fitted(model, x, "kfac", layers="layer"))
     torch.testing.assert_close(kfac["output"][0], g.T @ g / ROWS, **EXACT)
     torch.testing.assert_close(kfac["input"][0], a.mean(0), **EXACT)
 
-    ekfac = fitted(model, x, "ekfac")
+    ekfac = fitted(model, x, "ekfac", layers="layer")
     basis = kron(known(ekfac)["basis.output"], torch.eye(TOKENS).double()[None])
     diagonal = (basis.mT @ want.fisher @ basis).diagonal(dim1=1, dim2=2)
     torch.testing.assert_close(known(ekfac)["eigenvalues"].flatten(1), diagonal, **EXACT)
     torch.testing.assert_close(known(ekfac)["eigenvalues"].sum(), total, **EXACT)
 
     left, right = want.shampoo
-    shampoo = known(fitted(model, x, "shampoo"))
+    shampoo = known(fitted(model, x, "shampoo", layers="layer"))
     torch.testing.assert_close(shampoo["output"], left, **EXACT)
     torch.testing.assert_close(shampoo["input"], right.diagonal(dim1=1, dim2=2), **EXACT)
 
-    tkfac = known(fitted(model, x, "tkfac"))
+    tkfac = known(fitted(model, x, "tkfac", layers="layer"))
     torch.testing.assert_close(tkfac["output"][0], g.T @ g / ROWS, **EXACT)
     weight = (a * g.square().sum(1, keepdim=True)).sum(0) / ROWS
     torch.testing.assert_close(tkfac["input"][0], weight, **EXACT)
@@ -158,7 +159,7 @@ def test_no_tensor_of_an_embedding_is_vocabulary_by_vocabulary() -> None:
     model = Tailed(nn.Embedding(vocabulary, 2).double())
     x = torch.randint(vocabulary, (ROWS, 4))
     for method in ("kfac", "ekfac", "tkfac", "shampoo"):
-        found = fitted(model, x, method)
+        found = fitted(model, x, method, layers="layer")
         assert max(value.numel() for value in known(found).values()) <= 2 * vocabulary
         moved = found.inverse(0.1).matvec({"layer.weight": torch.ones(vocabulary, 2).double()})
         assert moved["layer.weight"].isfinite().all()
@@ -329,22 +330,19 @@ class Tied(nn.Module):
         return self.head(torch.tanh(self.embed(x)).cumsum(1))
 
 
-@pytest.mark.parametrize("method", ["kfac", "ekfac"])
-def test_tied_modules_are_sites_of_their_own_and_their_products_add_up(method: str) -> None:
-    tied, apart = Tied(True).double(), Tied(False).double()
-    apart.load_state_dict({k: v.clone() for k, v in tied.state_dict().items()})
+def test_a_tied_weight_belongs_to_the_first_layer_selected() -> None:
+    model = Tied(True).double()
     x = torch.randint(TOKENS, (ROWS, 4))
-    data = [(x, x.roll(-1, 1))]
-    found, want = (fit(m, data, CROSS_ENTROPY, method, dtype=torch.float64) for m in (tied, apart))
-    for name in ("embed", "head"):
-        torch.testing.assert_close(found[name].to_dense(), want[name].to_dense(), **EXACT)
-    tangent = torch.randn(TOKENS, 3).double()
-    moved = found.matvec({"embed.weight": tangent})
-    both = want.matvec({"embed.weight": tangent, "head.weight": tangent})
-    assert set(moved) == {"embed.weight"}
-    torch.testing.assert_close(
-        moved["embed.weight"], both["embed.weight"] + both["head.weight"], **EXACT
-    )
+    found = fit(model, [(x, x.roll(-1, 1))], CROSS_ENTROPY, dtype=torch.float64, layers="*")
+    assert list(found) == ["embed"]
+    tied = find_layers(model)
+    assert [layer.name for layer in tied.layers] == ["head"]
+    assert tied.left_out == [LeftOut("embed", "embedding", 0)]
+    assert tied.covered == tied.total == TOKENS * 3
+    assert find_layers(model, "*").left_out == [LeftOut("head", "shares its weight with embed", 0)]
+    lowrank = find_layers(model, "*", max_side=5, head="lowrank")
+    assert [layer.name for layer in lowrank.layers] == ["head"]
+    assert lowrank.left_out == [LeftOut("embed", "shares its weight with head", 0)]
 
 
 def test_the_dimension_of_examples_may_be_the_second() -> None:
@@ -388,6 +386,95 @@ def test_an_embedding_with_a_forward_of_its_own_is_not_known() -> None:
             return super().forward(numbers) * 3.0
 
     model = Tailed(nn.Sequential(Scaled(4, 3), nn.Linear(3, 2))).double()
-    with pytest.warns(UserWarning, match=r"curvature of layer\.0 \(Scaled\) is not known"):
-        found = fitted(model, torch.randint(0, 4, (ROWS, 2)), "kfac")
-    assert list(found) == ["layer.1"]
+    found = find_layers(model, "*")
+    assert [layer.name for layer in found.layers] == ["layer.1"]
+    assert found.left_out == [LeftOut("layer.0", "Scaled", 12)]
+
+
+class Language(nn.Module):
+    """Embeddings, two blocks and a head of many outputs."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 4)
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"up": nn.Linear(4, 6), "norm": nn.LayerNorm(6), "down": nn.Linear(6, 4)})
+            for _ in range(2)
+        )
+        self.wide = nn.Conv1d(4, 2, 10)  # 41 inputs with the bias
+        self.head = nn.Linear(4, 50, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+
+BLOCKS = [f"blocks.{i}.{part}" for i in (0, 1) for part in ("up", "norm", "down")]
+PATTERNS: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
+    "by default": (None, {}, BLOCKS),
+    "without a limit": (None, {"max_side": None}, [*BLOCKS, "wide", "head"]),
+    "with the head": (None, {"head": "lowrank"}, [*BLOCKS, "head"]),
+    "several": ("*.up,*.down", {}, [x for x in BLOCKS if "norm" not in x]),
+    "a list": (["*.up", "*.1.down, *.norm"], {}, [x for x in BLOCKS if x != "blocks.0.down"]),
+    "a block": ("blocks.0", {}, BLOCKS[:3]),
+    "excluded": ("!*.norm", {}, [x for x in BLOCKS if "norm" not in x]),
+    "a block excluded": ("blocks,!blocks.0", {}, BLOCKS[3:]),
+    "all": ("*", {}, ["embed", *BLOCKS, "wide"]),  # but the head
+    "all and the head": ("*", {"head": "lowrank"}, ["embed", *BLOCKS, "wide", "head"]),
+    "the head by name": ("head", {}, ["head"]),
+    "an embedding": ("embed,blocks.0.up", {}, ["embed", "blocks.0.up"]),
+    "a large one": ("wide", {}, ["wide"]),
+}
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_layers_are_selected_by_patterns_and_size(name: str) -> None:
+    patterns, options, names = PATTERNS[name]
+    model = Language()
+    selection = find_layers(model, patterns, **{"max_side": 40, **options})
+    assert [layer.name for layer in selection.layers] == names
+    count = sum(
+        param.numel()
+        for key, param in model.named_parameters()
+        if any(key.startswith(f"{layer}.") for layer in names)
+    )
+    assert selection.covered == count
+    assert selection.covered + sum(x.parameters for x in selection.left_out) == selection.total
+
+
+def test_the_summary_names_what_is_left_out_and_why() -> None:
+    summary = find_layers(Language(tied=True), "!*.norm", max_side=40).summary()
+    assert summary == (
+        "covers 116 of 422 parameters; left out: embed (embedding), "
+        "blocks.0.norm, blocks.1.norm (excluded), wide (41 inputs), head (50 outputs)"
+    )
+    summary = find_layers(Language(), "wide").summary()
+    assert "blocks.0.up, blocks.0.norm + 5 more (not named in layers)" in summary
+    assert find_layers(nn.Linear(2, 3)).summary() == "covers 9 of 9 parameters"
+    for size, text in ((2000, "covers 4.0 of 4.0 M"), (40_000, "covers 1.6 of 1.6 B")):
+        with torch.device("meta"):
+            model = nn.Linear(size, size, bias=False)
+        assert find_layers(model, max_side=None).summary().startswith(text)
+
+
+def test_a_head_that_is_taken_in_owns_a_tied_weight() -> None:
+    selection = find_layers(Language(tied=True), max_side=40, head="lowrank")
+    assert [layer.name for layer in selection.layers] == [*BLOCKS, "head"]
+    assert LeftOut("embed", "embedding", 0) in selection.left_out
+    with pytest.raises(ValueError, match="head must be 'skip' or 'lowrank', got 'low'"):
+        find_layers(Language(), head="low")
+
+
+def test_frozen_layers_of_a_model_that_is_trained_in_part_are_left_out() -> None:
+    model = Language()
+    model.blocks[0].requires_grad_(False)
+    selection = find_layers(model)
+    assert [x.name for x in selection.layers] == [*BLOCKS[3:], "wide", "head"]
+    assert {x.name for x in selection.left_out if x.reason == "frozen"} == set(BLOCKS[:3])
+    assert [x.name for x in find_layers(model, "blocks.0").layers] == BLOCKS[:3]
+    model.requires_grad_(False)
+    assert len(find_layers(model).layers) == len(BLOCKS) + 2
+
+
+def test_a_quantized_layer_is_left_out() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2, bias=False))
+    model[1].weight = nn.Parameter(torch.zeros(2, 3, dtype=torch.uint8), requires_grad=False)
+    assert find_layers(model).left_out == [LeftOut("1", "Linear", 6)]

@@ -7,17 +7,12 @@ import pytest
 import torch
 
 from isokron.curvature import CrossEntropy, fit
-from isokron.inspection import inspect, make_plan
-from isokron.inspection.facts import layer_facts, thinned
-from isokron.inspection.figures import damped_condition
-from isokron.inspection.fitting import seeded_order
-from isokron.inspection.models import make_model
-from isokron.training import train_
+from isokron.inspect import Setup, example_order, inspect, layer_facts, measure, thinned
+from isokron.training import make_model, train_
 
 
 def inspected(task, **options):
-    plan = make_plan(task, **{"steps": 3, "examples": 20, **options})
-    return inspect(make_model(plan), plan)
+    return inspect(task, **{"steps": 3, "examples": 20, **options})
 
 
 def dense(curvature, name):
@@ -43,7 +38,7 @@ def test_numbers_are_those_of_the_dense_matrix(regression):
     assert facts.damping == pytest.approx(added, rel=1e-5)
     damped = float((values[-1] + added) / (values[0] + added))
     assert facts.condition_damped == pytest.approx(damped, rel=1e-4)
-    assert damped_condition(facts, 0.5) == pytest.approx(damped, rel=1e-4)
+    assert facts.condition_at(0.5) == pytest.approx(damped, rel=1e-4)
     assert facts.effective_rank == pytest.approx(rank(matrix), rel=1e-4)
     assert facts.kept == int((values > added).sum())
     root = matrix.diagonal().rsqrt()
@@ -83,11 +78,11 @@ def test_ekfac_has_no_sides_and_no_product_to_scale(reading):
 
 
 def test_curvature_is_that_of_fit_per_prediction(reading):
-    plan = make_plan(reading, steps=2, examples=20)
-    result, curvature = inspect(make_model(plan), plan)
-    model = make_model(plan)
-    train_(model, plan.task, plan.steps, plan.lr, plan.seed)
-    batches = [reading.train.batch(part) for part in seeded_order(plan).split(8)]
+    setup = Setup(reading, steps=2, examples=20)
+    result, curvature = measure(setup)
+    model = make_model(reading, setup.seed)
+    train_(model, reading, 2, setup.lr, setup.seed)
+    batches = [reading.train.batch(part) for part in example_order(setup).split(8)]
     names = list(curvature)
     expected = fit(model.eval(), batches, CrossEntropy(reading.logits), layers=names)
     assert result.terms == 20 * 4
@@ -121,11 +116,10 @@ def test_more_examples_than_there_are_means_all(regression):
 
 
 def test_dead_layers_have_no_curvature_and_are_no_error(regression):
-    plan = make_plan(regression, steps=0, examples=20)
-    model = make_model(plan)
-    torch.nn.init.zeros_(model[2].weight)
-    curvature = inspect(model, plan)[1]
-    facts = layer_facts(curvature, 0.1, {"0": 1, "2": 1})[0]
+    setup = Setup(regression, steps=0, examples=20)
+    torch.nn.init.zeros_(setup.model[2].weight)
+    curvature = measure(setup)[1]
+    facts = layer_facts(curvature, curvature.report()[0], 0.1, 1)
     assert facts.trace == facts.effective_rank == facts.kept == 0
     assert facts.spectrum == ()
     assert math.isinf(facts.condition)

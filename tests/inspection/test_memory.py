@@ -5,9 +5,7 @@ import torch
 from torch import nn
 
 from isokron.curvature import CrossEntropy, fit
-from isokron.inspection import inspect, make_plan
-from isokron.inspection.memory import FLOAT, HALF, POLICIES, by_policy, input_bytes, output_bytes
-from isokron.inspection.models import make_model
+from isokron.inspect import FLOAT, HALF, POLICIES, Setup, inspect, measure
 from isokron.tasks import Examples, Task
 
 
@@ -42,11 +40,10 @@ def seeing():
 @pytest.mark.parametrize(("dtype", "number"), [(torch.float32, FLOAT), (torch.bfloat16, HALF)])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_bytes_are_those_of_a_fit_under_the_policy(seeing, policy, dtype, number, sharing):
-    plan = make_plan(seeing, steps=0, examples=20, sharing=sharing)
-    model = make_model(plan)
-    result, _ = inspect(model, plan)
+    setup = Setup(seeing, steps=0, examples=20, sharing=sharing)
+    result, _ = measure(setup)
     kept = fit(
-        model,
+        setup.model,
         [seeing.train.tensors],
         CrossEntropy(scores),
         policy=policy,
@@ -55,18 +52,16 @@ def test_bytes_are_those_of_a_fit_under_the_policy(seeing, policy, dtype, number
     )
     held = {record["layer"]: record["bytes"] for record in kept.report(spectra=False)}
     for facts in result.layers:
-        told = output_bytes(facts, 20, policy, number) + input_bytes(facts)
+        told = facts.output_bytes(20, policy, number) + facts.input_bytes()
         assert told == held[facts.name]
-    found = {p.policy: p for p in by_policy(result.layers, 20)}[policy]
-    assert found.inputs + (found.outputs if number == FLOAT else found.outputs_half) == sum(
-        held.values()
-    )
+    record = {p["policy"]: p for p in result.by_policy()}[policy]
+    outputs = record["outputs" if number == FLOAT else "outputs_half"]
+    assert record["inputs"] + outputs == sum(held.values())
     columns = [record["columns"] for record in kept.report(spectra=False)]
-    assert found.gradients == sum(count is not None for count in columns)
+    assert record["gradients"] == sum(count is not None for count in columns)
 
 
 def test_places_are_positions_one_by_one_or_together(seeing):
     for sharing, places in (("expand", 6), ("reduce", 1)):
-        plan = make_plan(seeing, steps=0, examples=20, sharing=sharing)
-        conv, _, head = inspect(make_model(plan), plan)[0].layers
+        conv, _, head = inspect(seeing, steps=0, examples=20, sharing=sharing)[0].layers
         assert (conv.places, head.places) == (places, 1)

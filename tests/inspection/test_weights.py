@@ -5,8 +5,7 @@ import torch
 from safetensors.torch import save_file, save_model
 from torch import nn
 
-from isokron.inspection import inspect, make_plan
-from isokron.inspection.models import make_model
+from isokron.inspect import Setup, measure
 from isokron.training import load_weights_
 
 
@@ -14,22 +13,20 @@ def test_given_weights_are_inspected_as_they_are(regression, tmp_path):
     model = regression.model()
     path = tmp_path / "model.safetensors"
     save_model(model, path)
-    plan = make_plan(regression, weights=path)
-    made = make_model(plan)
-    assert plan.steps == 0
-    inspect(made, plan)
-    for mine, theirs in zip(made.parameters(), model.parameters(), strict=True):
+    setup = Setup(regression, weights=path)
+    assert setup.steps == 0
+    measure(setup)
+    for mine, theirs in zip(setup.model.parameters(), model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
 
 
 def test_given_weights_may_be_trained_further(regression, tmp_path):
     path = tmp_path / "model.safetensors"
     save_model(regression.model(), path)
-    plan = make_plan(regression, weights=path, steps=2)
-    made = make_model(plan)
-    before = made[0].weight.detach().clone()
-    inspect(made, plan)
-    assert not torch.equal(made[0].weight, before)
+    setup = Setup(regression, weights=path, steps=2)
+    before = setup.model[0].weight.detach().clone()
+    measure(setup)
+    assert not torch.equal(setup.model[0].weight, before)
 
 
 def test_tied_weights_are_there_under_either_name(tmp_path):
@@ -47,12 +44,9 @@ def test_tied_weights_are_there_under_either_name(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda state: state.pop("0.bias"), "lack '0.bias'"),
-        (lambda state: state.update(extra=torch.zeros(1)), "hold 'extra', which the model does"),
-        (
-            lambda state: state.update({"2.weight": torch.zeros(2, 3)}),
-            r"'2.weight' has shape \(2, 3\), and \(2, 8\) in the model",
-        ),
+        (lambda state: state.pop("0.bias"), 'Missing key.*"0.bias"'),
+        (lambda state: state.update(extra=torch.zeros(1)), 'Unexpected key.*"extra"'),
+        (lambda state: state.update({"2.weight": torch.zeros(2, 3)}), "size mismatch for 2.weight"),
         (lambda state: state["0.weight"].fill_(torch.nan), "'0.weight' is not finite"),
     ],
 )
@@ -60,8 +54,5 @@ def test_the_first_wrong_weight_is_named(change, message, regression, tmp_path):
     state = {key: value.clone() for key, value in regression.model().state_dict().items()}
     change(state)
     save_file(state, tmp_path / "wrong.safetensors")
-    model = regression.model()
-    before = model[0].bias.detach().clone()
-    with pytest.raises(ValueError, match=message):
-        load_weights_(model, tmp_path / "wrong.safetensors")
-    assert torch.equal(model[0].bias, before)
+    with pytest.raises(ValueError, match=rf"(?s)weights 'wrong.safetensors' .*{message}"):
+        load_weights_(regression.model(), tmp_path / "wrong.safetensors")

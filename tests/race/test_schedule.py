@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from isokron.race.schedule import batch_order, evaluation_steps, warmup_cosine
+from isokron.race.train import evaluation_steps
+from isokron.training import batch_order, warmup_cosine
 
 
 def test_schedule_warms_up_over_a_tenth_and_falls_to_zero():

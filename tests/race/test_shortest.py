@@ -7,13 +7,10 @@ import math
 import pytest
 
 from isokron import race
+from isokron.optimizers_by_name import resolve
 from isokron.race import train as training
-from isokron.race.conduct import Silent
-from isokron.race.optimizers import resolve
-from isokron.race.page import page
-from isokron.race.shortest import bisect, lengths
-from isokron.race.table import rows
-from isokron.race.verdict import verdict
+from isokron.race.page import page, sentences, table
+from isokron.race.results import bisect, lengths
 
 QUICK = "torch.optim:SGD"
 GOAL = 1.0  # what the made-up adamw ends at
@@ -95,16 +92,18 @@ def test_what_never_reaches_adamws_loss_is_not_looked_for(task, made_up):
     result = shortest_of(task)
     assert len(trained) == 2
     assert result.standings[1].shortest is None
-    assert rows(result)[1][6:8] == ["not reached", "not reached"]
-    assert verdict(result) == "adamw ends lowest, at 1.0000 squared error; no optimizer reaches " \
-        "AdamW's final loss on a shorter schedule."  # fmt: skip
+    assert table(result)[2][6:8] == ["not reached", "not reached"]
+    assert sentences(result)[0] == (
+        "adamw ends lowest, at 1.0000 squared error; no optimizer reaches AdamW's final loss on a "
+        "shorter schedule."
+    )
 
 
 def test_adamw_alone_has_nothing_to_look_for(task, made_up):
     trained = made_up(1)
     result = race.run(task, ["adamw"], steps=100, seeds=1, lrs=[0.1], shortest=True)
     assert trained == [("adamw", 0, 100)]
-    assert rows(result)[0][6:8] == ["100 steps", "1.20 s"]
+    assert table(result)[1][6:8] == ["100 steps", "1.20 s"]
 
 
 def test_without_the_option_nothing_is_looked_for(task, made_up):
@@ -112,7 +111,7 @@ def test_without_the_option_nothing_is_looked_for(task, made_up):
     result = race.run(task, [QUICK], steps=100, seeds=1, lrs=[0.1])
     assert len(trained) == 2
     assert result.standings[1].shortest is None
-    assert len(rows(result)[0]) == 9
+    assert len(table(result)[1]) == 9
 
 
 def test_all_seeds_are_trained_and_one_that_diverges_is_a_miss(task, made_up):
@@ -134,8 +133,8 @@ def test_optimizers_take_turns_in_their_searches(task, made_up):
 def test_results_are_told_in_table_page_csv_and_json(task, made_up, tmp_path):
     made_up(50)
     result = shortest_of(task, seeds=2, out=tmp_path)
-    assert rows(result)[1][6:8] == ["50 steps (0.50×)", "2.00 s (1.67×)"]
-    assert "on a schedule of 50 steps, 0.50× AdamW's, in 1.67× its time" in verdict(result)
+    assert table(result)[2][6:8] == ["50 steps (0.50×)", "2.00 s (1.67×)"]
+    assert "on a schedule of 50 steps, 0.50× AdamW's, in 1.67× its time" in sentences(result)[0]
     html = (tmp_path / "index.html").read_text()
     assert "<td>50 steps (0.50×)</td>" in html
     assert "<td>45 steps</td><td>1.1111</td><td>not reached</td>" in html
@@ -174,28 +173,27 @@ def test_a_probe_is_a_run_on_a_schedule_of_its_own_length(task):
     assert found.final <= result.standings[0].final
 
 
-class StopsIn(Silent):
+def stops_in(n):
     """Ctrl-C in the n-th run of a shorter schedule."""
+    stages = set()
 
-    def __init__(self, n):
-        self.left = n
-
-    def started(self, optimizer, lr, seed, steps):
-        self.left -= steps < 12
-
-    def stepped(self, step, loss):
-        if self.left <= 0:
+    def progress(stage, done, total, note=""):
+        if total and "steps" in stage:
+            stages.add(stage)
+        if len(stages) == n:
             raise KeyboardInterrupt
+
+    return progress
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])
 def test_a_search_that_was_stopped_is_resumed_to_the_same_result(task, tmp_path, n):
     whole = real(task, tmp_path / "whole")
     with pytest.raises(race.Interrupted) as caught:
-        real(task, tmp_path / "stopped", watch=StopsIn(n))
+        real(task, tmp_path / "stopped", progress=stops_in(n))
     assert len(caught.value.result.probes) == n - 1
     assert caught.value.result.standings[1].shortest is None
-    assert rows(caught.value.result)[1][6] == "not finished"
+    assert table(caught.value.result)[2][6] == "not finished"
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "stopped" / "runs").iterdir()}
     resumed = real(task, tmp_path / "stopped", resume=True)
     assert outcome(resumed) == outcome(whole)
@@ -236,11 +234,11 @@ def test_a_probe_that_fails_ends_the_search_and_is_tried_again(task, tmp_path, m
         return training.Run(**(vars(run) | {"optimizer": "muon"})) if steps == 4 else run
 
     monkeypatch.setattr(training, "train", fails_when_short)
-    monkeypatch.setattr("isokron.race.shortest.lengths", lambda steps: [4, 12])
+    monkeypatch.setattr("isokron.race.results.lengths", lambda steps: [4, 12])
     failed = real(task, tmp_path, seeds=seeds)
     assert failed.standings[1].shortest is None
     assert [run.status for run in failed.probes] == ["failed"]
-    assert rows(failed)[1][6] == "failed"
+    assert table(failed)[2][6] == "failed"
     assert "muon failed in 4 steps: RuntimeError" in page(failed)
     monkeypatch.setattr(training, "train", whole)
     repaired = real(task, tmp_path, seeds=seeds, resume=True)

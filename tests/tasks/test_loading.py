@@ -73,3 +73,26 @@ def test_names_can_be_listed_without_torch():
 
     code = "import sys, isokron.tasks as t; t.names(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_sources_are_resolved_to_absolute_paths(file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "digits").mkdir()
+    here = str(tmp_path)
+    for source, expected in (
+        ("my_own_task.py", f"{here}/my_own_task.py"),
+        ("./digits", f"{here}/digits"),
+        ("digits", f"{here}/digits"),
+        (tmp_path / "digits", f"{here}/digits"),
+        ("my_own_task.py:task", f"{here}/my_own_task.py:task"),
+        ("HuggingFaceTB/SmolLM2-135M", "HuggingFaceTB/SmolLM2-135M"),
+        ("wikitext:raw:test[:5%]", "wikitext:raw:test[:5%]"),
+        ("json:loads", "json:loads"),
+        ("no.py:task", "no.py:task"),
+        ("", ""),
+    ):
+        assert tasks.resolved(source) == expected
+    # a folder of that name is not the task
+    assert tasks.resolved("digits", task=True) == "digits"
+    assert tasks.resolved("my_own_task.py:task", task=True) == f"{here}/my_own_task.py:task"
+    assert tasks.load(tasks.resolved("my_own_task.py:task", task=True)).name == "mine"

@@ -22,86 +22,75 @@ def toy(**changes):
 
 
 def test_a_batch_takes_the_same_rows_of_every_tensor():
-    task = toy()
-    inputs, targets = task.train.batch(torch.tensor([3, 0]))
+    inputs, targets = toy().train.batch(torch.tensor([3, 0]))
     assert inputs.tolist() == [[6.0, 7.0], [0.0, 1.0]]
     assert targets.tolist() == [13.0, 1.0]
 
 
-def test_tensors_of_unequal_length_are_refused_with_their_lengths():
-    with pytest.raises(ValueError, match=r"equal length, got lengths \[3, 4\]"):
-        Examples((torch.zeros(3), torch.zeros(4)))
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ((torch.zeros(3), torch.zeros(4)), r"equal length, .* lengths \[3, 4\]"),
+        ((torch.zeros(0, 2),), r"one row per example, got tuple of lengths \[0\]"),
+        ((), r"got tuple of lengths \[\]"),
+        (torch.zeros(3), r"got Tensor of .*; write Examples\(\(inputs, targets\)\)"),
+    ],
+)
+def test_wrong_examples_are_refused_with_the_remedy(tensors, message):
+    with pytest.raises(ValueError, match=message):
+        Examples(tensors)
 
 
-def test_no_examples_are_refused():
-    with pytest.raises(ValueError, match="at least one example"):
-        Examples((torch.zeros(0, 2),))
+TWELVE = [str(i) for i in range(12)]
 
 
-def test_a_tensor_without_its_tuple_is_refused_with_the_remedy():
-    with pytest.raises(ValueError, match=r"write Examples\(\(inputs, targets\)\)"):
-        Examples(torch.zeros(3))
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"batch_size": 13}, ValueError, "batch_size must lie between 1 and the 12 .* got 13"),
+        ({"train": None}, TypeError, "train must be Examples.*, got NoneType"),
+        ({"evaluation": [1, 2]}, TypeError, "evaluation must be Examples.*, got list"),
+        ({"model": nn.Linear(2, 1)}, TypeError, "a new one: model=lambda: MyModel"),
+        ({"logits": torch.zeros(3)}, TypeError, "logits must be a function, got Tensor"),
+        ({"show": "words"}, TypeError, "show must be a function, got str"),
+        ({"prompt": "words"}, TypeError, "prompt must be a function, got str"),
+        ({"lengths": [3]}, ValueError, "lengths must be 12, one per training example"),
+        ({"ids": [*TWELVE[:11], "4"]}, ValueError, "12 different strings.* got 12 .'4' twice"),
+        ({"ids": ["a", "b"]}, ValueError, "12 different strings, .* got 2"),
+        ({"ids": "abcdefghijkl"}, ValueError, "different strings, .* in 'abcdefghijkl'"),
+        ({"ids": list(range(12))}, ValueError, r"different strings, .* in \[0, 1"),
+    ],
+)
+def test_wrong_arguments_are_refused_by_name(changes, error, message):
+    with pytest.raises(error, match=message):
+        toy(**changes)
 
 
-def test_a_batch_larger_than_the_training_set_is_refused():
-    with pytest.raises(ValueError, match=r"batch_size must lie between 1 and the 12 .* got 13"):
-        toy(batch_size=13)
-
-
-def test_examples_of_another_type_are_refused_by_argument_name():
-    with pytest.raises(TypeError, match="evaluation must be Examples, got list"):
-        toy(evaluation=[1, 2])
+def test_what_attribution_needs_may_be_left_out():
+    task = toy(evaluation=None)
+    assert (task.show, task.read, task.prompt, task.said, task.lengths) == (None,) * 5
+    assert (list(task.ids), task.skipped, task.trained) == ([], (), False)
+    with pytest.raises(ValueError, match="task 'toy' has no evaluation examples"):
+        _ = task.held_out
+    assert toy().held_out is not None
 
 
 def test_losses_are_one_per_example():
     task = toy()
-    batch = task.train.batch(torch.arange(5))
-    assert task.losses(task.model(), batch).shape == (5,)
+    assert task.losses(task.model(), task.train.batch(torch.arange(5))).shape == (5,)
 
 
-def test_a_mean_loss_is_refused_with_shape_and_remedy():
-    task = toy(loss=lambda model, batch: model(batch[0]).mean())
-    with pytest.raises(ValueError, match=r'shape \(5,\), got shape \(\).*reduction="none"'):
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (
+            lambda model, batch: model(batch[0]).mean(),
+            r'got Tensor of shape \(\); .*"none"',
+        ),
+        (lambda model, batch: 1.0, "got float"),
+    ],
+)
+def test_another_loss_is_refused_with_shape_and_remedy(loss, message):
+    task = toy(loss=loss)
+    with pytest.raises(ValueError, match=message):
         task.losses(task.model(), task.train.batch(torch.arange(5)))
-
-
-def test_a_loss_that_is_no_tensor_is_refused():
-    task = toy(loss=lambda model, batch: 1.0)
-    with pytest.raises(ValueError, match="got float"):
-        task.losses(task.model(), task.train.batch(torch.arange(5)))
-
-
-def test_a_model_in_place_of_a_function_that_makes_one_is_refused():
-    with pytest.raises(TypeError, match=r"a fresh one: model=lambda: MyModel"):
-        toy(model=nn.Linear(2, 1))
-
-
-def test_logits_that_are_no_function_are_refused_with_the_remedy():
-    with pytest.raises(TypeError, match=r"logits must be callable or None, got Tensor; pass"):
-        toy(logits=torch.zeros(3))
-
-
-@pytest.mark.parametrize("argument", ["show", "read"])
-def test_other_functions_are_refused_alike(argument):
-    with pytest.raises(TypeError, match=rf"{argument} must be callable or None, got str; pass"):
-        toy(**{argument: "words"})
-
-
-def test_what_attribution_needs_may_be_left_out():
-    task = toy()
-    assert (task.show, task.read, list(task.ids), task.trained) == (None, None, [], False)
-
-
-def test_equal_ids_are_refused_with_both_positions():
-    names = [str(i) for i in range(11)]
-    with pytest.raises(ValueError, match=r"must differ, got '4' at positions 4 and 11"):
-        toy(ids=[*names, "4"])
-
-
-def test_ids_of_another_number_than_the_examples_are_refused():
-    with pytest.raises(ValueError, match=r"each of the 12 training examples, got 2"):
-        toy(ids=["a", "b"])
-    with pytest.raises(TypeError, match="a sequence of strings, got one, 'abcdefghijkl'"):
-        toy(ids="abcdefghijkl")
-    with pytest.raises(TypeError, match="ids must be strings, got int 0"):
-        toy(ids=list(range(12)))

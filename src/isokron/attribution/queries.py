@@ -1,43 +1,74 @@
-"""Queries in a person's words: texts, files of texts, examples by number."""
+"""Queries as people ask them: texts, prompts with completions, files, examples by number."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
-from isokron.attribution.asking import Query
 from isokron.tasks import Examples, Shown, Task
 
 PARTS = {"eval": "evaluation", "train": "train"}
 NUMBERS = re.compile(r"(eval|train):(.*)", re.DOTALL)
-FILES = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet")
 
 
-def read_queries(task: Task, given: Sequence[str]) -> list[Query]:
-    """`eval:0,3-5` and `train:7` are examples of the task, `@file` the documents in a file, all
-    else is a text itself."""
-    found: list[Query] = []
-    for text in given:
+@dataclass(frozen=True, eq=False)
+class Query:
+    """A batch whose loss is explained, and what a person sees of it.
+
+    words: the options of the command line that ask for it.
+    """
+
+    batch: Any
+    shown: tuple[Shown, ...]
+    name: str
+    words: tuple[str, ...] = ()
+
+
+def read_queries(
+    task: Task,
+    model: nn.Module,
+    texts: Sequence[str] = (),
+    prompts: Sequence[tuple[str, str | None]] = (),
+    ids: Sequence[str] = (),
+) -> list[Query]:
+    """The queries of a command.
+
+    texts: `eval:0,3-5` and `train:7` are examples of the task, `@file` the texts, or prompts and
+    completions, of a file, and all else is a text itself. prompts: pairs of a prompt and what
+    follows it; only the latter has a loss, and without one the model writes it.
+    """
+    queries: list[Query] = []
+    for text in texts:
         numbers = NUMBERS.fullmatch(text)
         if numbers:
-            found += _examples(task, numbers[1], numbers[2])
+            queries += _examples(task, numbers[1], numbers[2], ids)
         elif text.startswith("@"):
-            found += [_text(task, each) for each in _texts(Path(text[1:]))]
+            queries += _file(task, model, text[1:])
         else:
-            found.append(_text(task, text))
-    if not found:
-        raise ValueError("query: give at least one, such as eval:0 or a text")
-    return found
+            queries.append(_text(task, text))
+    queries += [_prompt(task, model, *pair) for pair in prompts]
+    if not queries:
+        raise ValueError("no query: give --query eval:0, --query 'a text' or --prompt 'a text'")
+    return queries
 
 
-def _examples(task: Task, part: str, numbers: str) -> Iterator[Query]:
-    examples: Examples = getattr(task, PARTS[part])
+def _examples(task: Task, part: str, numbers: str, ids: Sequence[str]) -> Iterator[Query]:
+    examples: Examples | None = getattr(task, PARTS[part])
+    if examples is None:
+        raise ValueError(
+            f"query {part}:{numbers}: {task.name} has no evaluation examples; ask about a text, a "
+            "--prompt, or a training example such as train:0"
+        )
     for number in _numbers(part, numbers, len(examples)):
         batch = examples.batch(torch.tensor([number]))
         name = f"{part}:{number}"
-        shown = Shown(title=name) if task.show is None else task.show(batch)[0]
-        yield Query(batch, shown, name)
+        title = ids[number] if part == "train" and ids else name
+        shown = Shown(title=title) if task.show is None else task.show(batch)[0]
+        yield Query(batch, (shown,), name, ("--query", name))
 
 
 def _numbers(part: str, text: str, count: int) -> Iterator[int]:
@@ -65,12 +96,63 @@ def _text(task: Task, text: str) -> Query:
         )
     batch = task.read(text)
     shown = Shown(tokens=(text,)) if task.show is None else task.show(batch)[0]
-    return Query(batch, shown, text)
+    return Query(batch, (shown,), text, ("--query", text))
 
 
-def _texts(path: Path) -> list[str]:
-    from isokron.tasks.documents import read_documents
+def _prompt(task: Task, model: nn.Module, prompt: str, completion: str | None) -> Query:
+    if task.prompt is None:
+        raise ValueError(
+            f"prompt {prompt!r:.40}: task {task.name!r} takes no prompts, it is no Hugging Face "
+            "language model; ask with --query"
+        )
+    batch, shown = task.prompt(model, prompt, completion)
+    words = (
+        ("--prompt", prompt)
+        if completion is None
+        else ("--prompt", prompt, "--completion", completion)
+    )
+    return Query(batch, (shown,), prompt if completion is None else prompt + completion, words)
 
-    if path.suffix.lower() not in FILES:
-        raise ValueError(f"query @{path} must be a file that ends in one of {', '.join(FILES)}")
-    return [document.text for document in read_documents(path)]
+
+def _file(task: Task, model: nn.Module, path: str) -> list[Query]:
+    from isokron.tasks.documents import read_documents, read_prompts
+
+    pairs = read_prompts(path)
+    if pairs:
+        return [_prompt(task, model, *pair) for pair in pairs]
+    return [_text(task, document.text) for document in read_documents(Path(path))]
+
+
+def as_queries(
+    queries: Any,
+    collate: Callable[[list[Any]], Any],
+    show: Callable[[Any], list[Shown]] | None,
+) -> list[Query]:
+    """What `Attributor.score` takes: `Query` values, or examples like those of the training set.
+
+    Every element of a list, data set or DataLoader's data set is one query.
+    """
+    if isinstance(queries, Query):
+        return [queries]
+    if isinstance(queries, Examples):
+        numbers = range(len(queries))
+        batches = [queries.batch(torch.tensor([number])) for number in numbers]
+    else:
+        source = getattr(queries, "dataset", queries)
+        if not hasattr(source, "__getitem__") or not hasattr(source, "__len__"):
+            raise ValueError(
+                "queries must be a list or data set of examples, each a query, got "
+                f"{type(queries).__name__}"
+            )
+        items = [source[number] for number in range(len(source))]
+        if items and all(isinstance(item, Query) for item in items):
+            return items
+        batches = [collate([item]) for item in items]
+    if not batches:
+        raise ValueError("queries must hold at least one example, got none")
+    names = [f"query {number}" for number in range(len(batches))]
+    shown = [
+        tuple(show(batch)) if show is not None else (Shown(title=name),)
+        for batch, name in zip(batches, names, strict=True)
+    ]
+    return [Query(*fields) for fields in zip(batches, shown, names, strict=True)]

@@ -1,31 +1,25 @@
-"""The application: its commands, its version, and how errors become exit codes."""
+"""The application: its commands, its version, and the exit codes of errors."""
 
 from __future__ import annotations
 
 import io
 import os
 import sys
+from collections.abc import Callable
 from typing import Annotated, NoReturn
 
 import typer
 
 from isokron._version import __version__
-from isokron.cli import several
-from isokron.cli.attribute import attribute
-from isokron.cli.build import build
+from isokron.cli import processes
+from isokron.cli.attribution import attribute, build, fit, query, report, score
 from isokron.cli.demo import demo
-from isokron.cli.errors import complain, reported
+from isokron.cli.errors import OPTIONS, complain, reported
 from isokron.cli.evaluate import evaluate
-from isokron.cli.fit import fit
-from isokron.cli.info import info
+from isokron.cli.info import info, tasks
 from isokron.cli.inspect import inspect
 from isokron.cli.plan import plan
-from isokron.cli.query import query
 from isokron.cli.race import race
-from isokron.cli.repeat import repeat
-from isokron.cli.report import report
-from isokron.cli.score import score
-from isokron.cli.tasks import tasks
 
 EXAMPLES = """
 Train neural networks faster, and see which training examples made them say what they say.
@@ -49,20 +43,12 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
-app.command()(demo)
-app.command()(race)
-app.command()(attribute)
-app.command()(fit)
-app.command()(build)
-app.command()(score)
-app.command()(query)
-app.command()(report)
-app.command()(evaluate)
-app.command()(repeat)
-app.command()(inspect)
-app.command()(plan)
-app.command()(tasks)
-app.command()(info)
+COMMANDS: tuple[Callable[..., None], ...] = (
+    *(demo, race, attribute, fit, build, score, query, report, evaluate),
+    *(inspect, plan, tasks, info),
+)
+for command in COMMANDS:
+    app.command()(command)
 
 
 def _version(wanted: bool) -> None:
@@ -78,26 +64,31 @@ def _root(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
+    name = call.invoked_subcommand
     with reported(2):
-        several.check_shared(call.invoked_subcommand)
+        processes.check_shared(name)
+    # errors of the library name arguments, those of the command line its options
+    params = call.command.commands[name].params if name else []  # type: ignore[attr-defined]
+    OPTIONS.clear()
+    OPTIONS.update({p.name: p.opts[0] for p in params if p.opts[0].startswith("--")})
 
 
 def main() -> NoReturn:
     """Run the command line; exit 0 done, 1 failed work, 2 wrong call, 130 interrupted."""
-    # By default threads spin for milliseconds while they wait, and on a shared machine steal the
-    # time of those they wait for: steps were seen to take fifty times as long. Brief spinning
-    # costs little alone and keeps its speed in company. Read once, when torch is loaded.
+    # By default waiting threads spin for milliseconds, and on a shared machine take the time of the
+    # threads they wait for: steps were seen to take fifty times as long. Read once, by torch.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal without × still shows the numbers
+            # a terminal without × still shows the numbers
+            stream.reconfigure(errors="replace")
     # modules named in specs are looked for in the current folder, as `python -m` does
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
         with reported(2):
-            several.join()
+            processes.join()
         code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
     except KeyboardInterrupt:
         code = complain("interrupted", 130)
@@ -108,4 +99,4 @@ def main() -> NoReturn:
         if not hasattr(error, "format_message"):
             raise
         code = complain(error.format_message(), 2)
-    several.leave(code if isinstance(code, int) else 0)
+    processes.leave(code if isinstance(code, int) else 0)

@@ -1,4 +1,4 @@
-"""`isokron demo`: a short race on real text, then what made its model say so, in two minutes."""
+"""`isokron demo`: a short race on real text, then the training examples a model learned from."""
 
 from __future__ import annotations
 
@@ -8,39 +8,39 @@ from typing import Annotated
 
 import typer
 
+from isokron.cli.attribution import show
 from isokron.cli.errors import reported
-from isokron.cli.race import conduct
+from isokron.cli.progress import Display
+from isokron.cli.race import compete
 from isokron.cli.race import show as show_race
-from isokron.cli.score import show
-from isokron.cli.sources import Source, open_run
-from isokron.cli.watching import Stages, watched
+from isokron.cli.source import Source, open_run
 
 STEPS = 150
 # three values around each one's best, found by the full sweeps of `isokron race`
 RATES = {"adamw": (1e-3, 3e-3, 1e-2), "muon": (1e-2, 3e-2, 1e-1), "soap": (1e-2, 3e-2, 1e-1)}
 
-# the model that is explained: its training examples, steps over them, and bytes of what it says
+# the model that is explained: training examples, steps on them, and bytes of text it writes
 EXAMPLES, LEARNED, SAID = 2000, 600, 65
 
-# what may differ between two demos, which replace each other; any other race is somebody's work
+# what may differ between two demos, which replace each other; any other race is kept
 VARYING = ("torch", "isokron", "threads", "machine", "fingerprint")
 
 
 def demo(
     out: Annotated[
-        Path, typer.Option(help="Folder of the page; an earlier demo in it is replaced.")
+        Path, typer.Option(help="Folder for the pages; an earlier demo in it is replaced.")
     ] = Path("isokron-demo"),
 ) -> None:
-    """Train a small language model with three optimizers, and show what made it say so."""
+    """Race three optimizers on a small language model, and show which examples taught it."""
     with reported(2):
-        from isokron.race.plan import make_plan, settings
-        from isokron.race.store import holds
+        from isokron.race.race import prepare
+        from isokron.race.run_files import holds
 
-        plan = make_plan("speeches-tiny", RATES, STEPS, 1, RATES)
-        if holds(out, settings(plan), but=VARYING):
+        race = prepare("speeches-tiny", RATES, STEPS, 1, RATES)
+        if holds(out, race.settings, but=VARYING):
             shutil.rmtree(out)
     typer.echo("A byte-level language model learns from presidents' speeches.", err=True)
-    result = conduct(plan, out, False, "Run it again from the start with the same command.")
+    result = compete(race, out, False, "Run it again from the start with the same command.")
     with reported(1):
         show_race(result)
         winner = result.winner
@@ -56,20 +56,18 @@ def demo(
 
 
 def explain(folder: Path) -> Path:
-    """Train a model, let it write, and find what it has that from; the page that shows it."""
-    from isokron.attribution import Build, build, fit, read_queries, report, score
+    """Train a model, let it write, and find the examples it learned that from; the page."""
+    from isokron.attribution import read_queries
 
     source = Source(task="speeches-tiny", steps=LEARNED, lr=1e-2, examples=EXAMPLES)
-    with watched() as watcher:
-        stages = Stages(watcher)
-        run = open_run(folder, watcher, source)
-        task = run.subject.task
-        assert task.sample is not None
-        text = task.sample(run.subject.model)
-        fit(run, progress=stages)
-        build(run, Build(dim=16), stages)
+    with Display() as progress:
+        a = open_run(folder, progress, source)
+        assert a.task is not None
+        assert a.task.sample is not None
+        text = a.task.sample(a.subject.model)
         said = text.encode()[:SAID].decode(errors="ignore")
-        answers = score(run, read_queries(task, [said, "eval:0"]), count=8, progress=stages)
-        page = report(folder)
-    show(answers)
+        queries = read_queries(a.task, a.subject.model, [said, "eval:0"])
+        scores = a.fit().score(queries, top=8)
+        page = a.report()
+    show(a, queries, scores)
     return page

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,12 +11,14 @@ from pathlib import Path
 
 import typer
 
-from isokron.cli import several
+from isokron.cli import processes
+
+OPTIONS: dict[str, str] = {}  # of the command that runs: argument → option
 
 
 def complain(message: str, code: int, error: BaseException | None = None) -> int:
-    """Say what is wrong in one line, by one of several processes; returns the exit code."""
-    if several.speaks(error):
+    """Print the message in one line, on one of several ranks; returns the exit code."""
+    if processes.speaks(error):
         typer.echo(f"isokron: error: {' '.join(message.split())}", err=True)
     return code
 
@@ -33,25 +36,33 @@ def reported(code: int) -> Iterator[None]:
     except Exception as error:
         if os.environ.get("ISOKRON_TRACEBACK"):
             raise
-        known = isinstance(error, (ValueError, ImportError, OSError))
-        message = str(error) if known and str(error) else f"{type(error).__name__}: {error}"
-        message += _place(error)
+        expected = isinstance(error, (ValueError, ImportError, OSError)) and str(error)
+        message = named_options(str(error)) if expected else f"{type(error).__name__}: {error}"
         # a package that is not installed is not the call's fault
         code = 1 if isinstance(error, ImportError) else code
-        raise typer.Exit(complain(message, code, error)) from None
+        raise typer.Exit(complain(message + _place(error), code, error)) from None
+
+
+def named_options(message: str) -> str:
+    """`steps must be …, lower lr=1` → `--steps must be …, lower --lr 1`: arguments as options."""
+
+    def option(match: re.Match[str]) -> str:
+        name = OPTIONS.get(match[1])
+        return match[0] if name is None else f"{name} " if match[0].endswith("=") else name
+
+    return re.sub(r"\b(\w+)=(?=[\w.+-])", option, re.sub(r"^(\w+)(?=[ :])", option, message))
 
 
 def _place(error: Exception) -> str:
     """Where in the user's own code it happened, if it did."""
-    ours = str(Path(__file__).parents[1])
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if not f.filename.startswith(ours) and _is_own(f.filename)]
-    if not own:
+    library = (str(Path(__file__).parents[1]), str(Path(traceback.__file__).parent), "<")
+    # frames of this package, of Python's library and of code without a file are not the user's
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(library) and "site-packages" not in frame.filename
+    ]
+    if not frames:
         return ""
-    return f" ({Path(own[-1].filename).name}, line {own[-1].lineno}; ISOKRON_TRACEBACK=1 shows all)"
-
-
-def _is_own(filename: str) -> bool:
-    """Neither a package nor Python's own: what is left, the user wrote."""
-    library = Path(traceback.__file__).parent
-    return "site-packages" not in filename and not filename.startswith((str(library), "<"))
+    name, line = Path(frames[-1].filename).name, frames[-1].lineno
+    return f" ({name}, line {line}; ISOKRON_TRACEBACK=1 shows all)"

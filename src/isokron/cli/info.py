@@ -1,4 +1,4 @@
-"""`isokron info`: what is installed, and which code does the work on this machine."""
+"""`isokron info` and `isokron tasks`: what is installed, and what can be trained without code."""
 
 from __future__ import annotations
 
@@ -13,24 +13,38 @@ OPTIONAL = ("triton", "jax", "optax", "transformers")
 TRITON_WORK = {"adamw": "AdamW", "symmetric": "symmetric products"}
 
 
+def tasks() -> None:
+    """List the built-in tasks."""
+    from isokron.tasks.catalog import BUILT_IN
+
+    for name, listing in BUILT_IN.items():
+        size = f"{listing.parameters:>9,} parameters {listing.train:>9,} examples"
+        typer.echo(f"{name:<15}{size}   {listing.about}")
+    typer.echo("\nA name without its size means the tiny one: digits is digits-tiny.")
+    typer.echo('Their data come with pip install "isokron[tasks]" (in a clone: ".[tasks]").')
+
+
 def info() -> None:
-    """Say which code does the work on this machine, and why."""
+    """Show the installed versions, and which code does the work on this machine."""
     import torch
 
-    from isokron.race.plan import machine
+    from isokron.race.race import machine
 
-    installed = [f"isokron {__version__}", f"Python {platform.python_version()}"]
-    installed.append(f"torch {torch.__version__}")
-    versions = {name: _version_of(name) for name in OPTIONAL}
-    installed += [f"{name} {version}" for name, version in versions.items() if version]
-    typer.echo(", ".join(installed))
+    versions = {d.name: d.version for d in metadata.distributions()}
+    absent = [name for name in OPTIONAL if name not in versions]
+    names = {
+        "isokron": __version__,
+        "Python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+    names |= {name: versions[name] for name in OPTIONAL if name in versions}
+    typer.echo(", ".join(f"{name} {version}" for name, version in names.items()))
     capability = torch.backends.cpu.get_cpu_capability()
     typer.echo(f"{machine()}, {torch.get_num_threads()} threads, {capability}\n")
     for work, device, code, why in _paths():
         typer.echo(f"{work:<18}  {device:<7} {code:<7} {why}")
-    missing = [name for name, version in versions.items() if not version]
-    if missing:
-        typer.echo(f"\nNot installed, and not needed for training: {', '.join(missing)}.")
+    if absent:
+        typer.echo(f"\nNot installed, and not needed for training: {', '.join(absent)}.")
 
 
 def _paths() -> list[tuple[str, str, str, str]]:
@@ -59,18 +73,10 @@ def _bfloat16() -> tuple[str, str]:
     from isokron.bfloat16 import Bfloat16Unusable, bfloat16_environment
 
     try:
-        missing = bfloat16_environment()
+        settings = bfloat16_environment()
     except Bfloat16Unusable as error:
         return "broken", str(error)
-    if not missing:
+    if not settings:
         return "torch", "tried in a child process"
-    assignments = " ".join(f"{name}={value}" for name, value in missing.items())
+    assignments = " ".join(f"{name}={value}" for name, value in settings.items())
     return "broken", f"they end the process; set {assignments} before Python starts"
-
-
-def _version_of(package: str) -> str | None:
-    """The installed version of a package that may be missing."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

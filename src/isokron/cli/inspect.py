@@ -1,4 +1,4 @@
-"""`isokron inspect`: how curved a task's model is."""
+"""`isokron inspect`: how ill-conditioned a task's model is."""
 
 from __future__ import annotations
 
@@ -8,90 +8,40 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from isokron.cli.errors import reported
-from isokron.cli.watching import watched
+from isokron.cli.progress import Display, fitted_table, show_table
+from isokron.cli.race import TASK
 
 if TYPE_CHECKING:
-    from torch import nn
+    from isokron.inspect import Inspection
 
-    from isokron.inspection import Inspection, Plan
-
-MODEL = "What is inspected"
-CURVATURE = "How curvature is fitted"
-FILES = "Files"
-LOG_WIDTH = 200  # of a table with every column
+STEPS = (
+    "Train this many steps with AdamW first, since an untrained model's curvature says little. "
+    "Default: 200, or 0 with --weights."
+)
+WEIGHTS = "A safetensors file with all of the model's weights."
+FISHER = (
+    "Labels of the Fisher: empirical (the data's), sampled (from the model) or exact (all labels: "
+    "a backward pass for every class and position)."
+)
+SHARING = "Positions that share a weight: expand (one by one) or reduce (summed per example)."
+LAYERS = "Patterns of layer names, such as 'blocks.*'; may be repeated. Default: all layers."
+DAMPING = "Damping of the conditions shown, as a multiple of a layer's mean eigenvalue."
+OUT = "Folder for the page; an earlier inspection in it is replaced."
 
 
 def inspect(
-    task: Annotated[
-        str,
-        typer.Option(
-            help="A built-in task (see: isokron tasks), module:function or file.py:function.",
-            rich_help_panel=MODEL,
-        ),
-    ] = "digits",
-    steps: Annotated[
-        int | None,
-        typer.Option(
-            help="Steps of AdamW before, since an untrained model's curvature says little; 0 is as "
-            "initialised. Default: 200, or 0 with --weights.",
-            rich_help_panel=MODEL,
-        ),
-    ] = None,
-    lr: Annotated[
-        float, typer.Option(help="Learning rate of these steps.", rich_help_panel=MODEL)
-    ] = 3e-3,
-    seed: Annotated[
-        int,
-        typer.Option(help="Of weights, batches and labels drawn.", rich_help_panel=MODEL),
-    ] = 0,
-    weights: Annotated[
-        Path | None,
-        typer.Option(
-            help="A safetensors file with all of the model's weights.", rich_help_panel=MODEL
-        ),
-    ] = None,
-    examples: Annotated[
-        int, typer.Option(help="Training examples to fit on.", rich_help_panel=CURVATURE)
-    ] = 512,
-    method: Annotated[
-        str, typer.Option(help="kfac, ekfac, tkfac or shampoo.", rich_help_panel=CURVATURE)
-    ] = "kfac",
-    fisher: Annotated[
-        str,
-        typer.Option(
-            help="empirical (the data's labels), sampled (the model's) or exact (all labels: a "
-            "backward pass for every class and position).",
-            rich_help_panel=CURVATURE,
-        ),
-    ] = "empirical",
-    sharing: Annotated[
-        str,
-        typer.Option(
-            help="Positions that share a weight: expand (one by one) or reduce (together).",
-            rich_help_panel=CURVATURE,
-        ),
-    ] = "expand",
-    layers: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Patterns of layer names, such as 'blocks.*'; may be repeated. Default: all.",
-            rich_help_panel=CURVATURE,
-        ),
-    ] = None,
-    damping: Annotated[
-        float,
-        typer.Option(
-            help="Shown after damping by this multiple of a layer's mean eigenvalue.",
-            rich_help_panel=CURVATURE,
-        ),
-    ] = 0.1,
-    out: Annotated[
-        Path,
-        typer.Option(
-            help="Folder of the page; an earlier inspection in it is replaced.",
-            rich_help_panel=FILES,
-        ),
-    ] = Path("isokron-inspect"),
+    task: Annotated[str, typer.Option(help=TASK)] = "digits",
+    steps: Annotated[int | None, typer.Option(help=STEPS)] = None,
+    lr: Annotated[float, typer.Option(help="Learning rate for --steps.")] = 3e-3,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+    weights: Annotated[Path | None, typer.Option(help=WEIGHTS)] = None,
+    examples: Annotated[int, typer.Option(help="Training examples to fit on.")] = 512,
+    method: Annotated[str, typer.Option(help="kfac, ekfac, tkfac or shampoo.")] = "kfac",
+    fisher: Annotated[str, typer.Option(help=FISHER)] = "empirical",
+    sharing: Annotated[str, typer.Option(help=SHARING)] = "expand",
+    layers: Annotated[list[str] | None, typer.Option(help=LAYERS)] = None,
+    damping: Annotated[float, typer.Option(help=DAMPING)] = 0.1,
+    out: Annotated[Path, typer.Option(help=OUT)] = Path("isokron-inspect"),
 ) -> None:
     """Fit the curvature of a task's model and show how ill-conditioned its layers are.
 
@@ -106,31 +56,19 @@ def inspect(
       isokron inspect --task mine.py:task --weights trained.safetensors
     """
     with reported(2):
-        from isokron.inspection import make_plan
-        from isokron.inspection.report import open_folder
+        from isokron.inspect import Setup, measure
+        from isokron.inspect_page import RECORDS, write_report
+        from isokron.race.run_files import open_folder
+        from isokron.tasks import load
 
-        plan = make_plan(
-            task,
-            steps=steps,
-            lr=lr,
-            seed=seed,
-            weights=weights,
-            examples=examples,
-            method=method,
-            fisher=fisher,
-            sharing=sharing,
-            layers=layers or (),
-            damping=damping,
-        )
-        model = prepared(plan)
-        open_folder(out)
+        names, loaded = layers or (), load(task)
+        source = steps, lr, seed, weights
+        setup = Setup(loaded, *source, examples, method, fisher, sharing, names, damping)
+        open_folder(out, RECORDS)
     with reported(1):
-        from isokron.inspection import inspect as inspecting
-        from isokron.inspection.report import write_report
-
         try:
-            with watched() as watcher:
-                result, curvature = inspecting(model, plan, watcher)
+            with Display() as progress:
+                result, curvature = measure(setup, progress)
         except KeyboardInterrupt:
             typer.echo("Interrupted: nothing was written.", err=True)
             raise typer.Exit(130) from None
@@ -139,31 +77,14 @@ def inspect(
     typer.echo(f"Page: {(out / 'index.html').resolve()}")
 
 
-def prepared(plan: Plan) -> nn.Module:
-    """The model before training, its layers known to be there: what is wrong is said at once."""
-    import warnings
-
-    from isokron.curvature.sites import find_sites
-    from isokron.inspection.models import make_model
-
-    model = make_model(plan)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # said again, as a note, by the fit
-        find_sites(model, plan.layers or None)
-    return model
-
-
 def show(result: Inspection) -> None:
-    """The table, how to read it, and the answer in words, on stdout."""
-    from rich.console import Console
+    """Print the table, how to read it, and the verdict."""
+    from isokron.inspect_page import SPARE, table, texts
 
-    from isokron.inspection.table import notes, rich_table
-    from isokron.inspection.verdict import verdict
-
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=LOG_WIDTH, color_system=None)  # a log does not wrap
-    console.print(rich_table(result, console.width))
-    for note in notes(result):
-        console.print(note, style="dim", markup=False, highlight=False)
-    console.print(" ".join(verdict(result)), markup=False, highlight=False)
+    verdict, _, notes = texts(result)
+    cells, title = (
+        table(result),
+        "{task}, {method}, {examples:,} examples".format(**result.settings),
+    )
+    make = lambda width: fitted_table(title, cells, width, spare=SPARE)  # noqa: E731
+    show_table(make, notes, after=[" ".join(verdict)])

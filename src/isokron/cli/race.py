@@ -2,83 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from isokron.cli.errors import reported
+from isokron.cli.progress import Display, fitted_table, show_table
 
 if TYPE_CHECKING:
     from isokron.race import Result
-    from isokron.race.conduct import Watcher
-    from isokron.race.plan import Plan
+    from isokron.race.race import Race
 
-CONTENDERS = "What races"
-LENGTH = "How long"
-FILES = "Files"
-LOG_WIDTH = 250  # of a table with every column
+TASK = "A built-in task (see: isokron tasks), module:function or file.py:function."
+OPTIMIZERS = (
+    "adamw, muon, shampoo, soap, katie, quad, skew, natural, sign, or any module:name, with "
+    "options in parentheses: muon(momentum=0.9),torch.optim:SGD(momentum=0.9)."
+)
+RATES = (
+    "Learning rates for all optimizers (1e-3,3e-3) or for one (muon=0.01,0.02). May be repeated; "
+    "values for the same optimizer are joined. Default: each optimizer's own sweep, extended "
+    "while its best value is at an edge."
+)
+SHORTEST = (
+    "Also train on shorter schedules, to find the shortest that reaches adamw's final loss; may "
+    "be added with --resume."
+)
 
 
 def race(
-    task: Annotated[
-        str,
-        typer.Option(
-            help="A built-in task (see: isokron tasks), module:function or file.py:function.",
-            rich_help_panel=CONTENDERS,
-        ),
-    ] = "digits",
-    optimizers: Annotated[
-        str,
-        typer.Option(
-            help="adamw, muon, shampoo, soap, katie, quad, skew, natural, sign, or any "
-            "module:name, with options in parentheses: "
-            "muon(momentum=0.9),torch.optim:SGD(momentum=0.9).",
-            rich_help_panel=CONTENDERS,
-        ),
-    ] = "adamw,muon",
-    lr: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Learning rates for all (1e-3,3e-3) or for one (muon=0.01,0.02); may be "
-            "repeated. Default: each optimizer's own sweep, extended while its best is at an edge.",
-            rich_help_panel=CONTENDERS,
-        ),
-    ] = None,
-    steps: Annotated[int, typer.Option(help="Steps of a run.", rich_help_panel=LENGTH)] = 300,
-    seeds: Annotated[int, typer.Option(help="Runs per learning rate.", rich_help_panel=LENGTH)] = 2,
-    shortest: Annotated[
-        bool,
-        typer.Option(
-            "--shortest",
-            help="Also train on shorter schedules, to find the shortest that reaches adamw's "
-            "final loss; may be added with --resume.",
-            rich_help_panel=LENGTH,
-        ),
-    ] = False,
+    task: Annotated[str, typer.Option(help=TASK)] = "digits",
+    optimizers: Annotated[str, typer.Option(help=OPTIMIZERS)] = "adamw,muon",
+    lr: Annotated[list[str] | None, typer.Option(help=RATES)] = None,
+    steps: Annotated[int, typer.Option(help="Training steps of a run.")] = 300,
+    seeds: Annotated[int, typer.Option(help="Runs per learning rate.")] = 2,
+    shortest: Annotated[bool, typer.Option("--shortest", help=SHORTEST)] = False,
     out: Annotated[
-        Path | None,
-        typer.Option(help="New folder; without, runs/race-<task>.", rich_help_panel=FILES),
+        Path | None, typer.Option(help="New folder for the results. Default: runs/race-<task>.")
     ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue in --out.", rich_help_panel=FILES)
-    ] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the race in --out.")] = False,
 ) -> None:
     """Compare optimizers fairly: same weights, same batches, each at its best learning rate.
 
     Shows a table and writes a page with the curves. adamw always takes part as the yardstick.
     """
     with reported(2):
-        from isokron.race.optimizers import split_specs
-        from isokron.race.plan import make_plan
-        from isokron.race.store import slug
+        from isokron.optimizers_by_name import YARDSTICK, split_specs
+        from isokron.race.race import prepare
+        from isokron.race.run_files import slug
 
-        rates = parse_rates(lr or [])
-        plan = make_plan(task, split_specs(optimizers), steps, seeds, rates, shortest)
+        specs = split_specs(optimizers)
+        prepared = prepare(task, specs, steps, seeds, parse_rates(lr or []), shortest)
     folder = out if out is not None else Path("runs") / f"race-{slug(task)}"
-    result = conduct(plan, folder, resume, "Continue with the same command and --resume.")
+    added = "" if YARDSTICK in specs else f"{YARDSTICK} takes part as the yardstick"
+    again = "Continue with the same command and --resume."
+    result = compete(prepared, folder, resume, again, added)
     with reported(1):
         show(result)
     typer.echo(f"Page: {(folder / 'index.html').resolve()}")
@@ -87,38 +68,34 @@ def race(
 
 
 def parse_rates(texts: Sequence[str]) -> dict[str, list[float]] | None:
-    """`a,b` → for all, `name=a,b` → for one; None if nothing is given."""
-    from isokron.race.plan import EVERY
+    """`a,b` → for all, `name=a,b` → for one, joined if repeated; None without any."""
+    from isokron.race.race import EVERY
 
     rates: dict[str, list[float]] = {}
     for text in texts:
         name, _, numbers = text.rpartition("=")
         try:
-            rates[name or EVERY] = [float(number) for number in numbers.split(",")]
+            rates.setdefault(name or EVERY, []).extend(map(float, numbers.split(",")))
         except ValueError:
-            raise ValueError(
-                f"--lr {text!r} is not a list of numbers; write 1e-3,3e-3 or muon=0.01,0.02"
-            ) from None
+            remedy = "write 1e-3,3e-3 or muon=0.01,0.02"
+            raise ValueError(f"--lr {text!r} is not a list of numbers; {remedy}") from None
     return rates or None
 
 
-def conduct(plan: Plan, folder: Path, resume: bool, again: str) -> Result:
-    """Race with progress on stderr; Ctrl-C shows what is finished, says `again`, exits 130."""
-    from isokron.race.conduct import Interrupted, execute
-    from isokron.race.plan import settings
-    from isokron.race.store import locked, open_store
+def compete(race: Race, folder: Path, resume: bool, again: str, note: str = "") -> Result:
+    """Race with progress on stderr; Ctrl-C shows the finished runs, prints `again`, exits 130."""
+    from isokron.race.race import Interrupted, execute
+    from isokron.race.run_files import race_folder
 
-    with reported(1):
-        found = settings(plan)
     with ExitStack() as stack:
+        # before any work: reads the runs in the folder
         with reported(2):
-            store = open_store(folder, found, resume)  # reads what is there, before any work
-            stack.enter_context(locked(folder))
-        for note in plan.notes:
-            typer.echo(note, err=True)
+            stack.enter_context(race_folder(folder, race.settings, resume))
         try:
-            with reported(1):
-                return watched(lambda watch: execute(plan, found, store, watch))
+            with reported(1), Display() as progress:
+                if note:
+                    progress(note, 0, 0)
+                return execute(race, folder, progress)
         except Interrupted as interrupted:
             if interrupted.result.runs:
                 show(interrupted.result)
@@ -127,28 +104,11 @@ def conduct(plan: Plan, folder: Path, resume: bool, again: str) -> Result:
             raise typer.Exit(130) from None
 
 
-def watched(work: Callable[[Watcher], Result]) -> Result:
-    """Do the work under a live display, or under plain lines where there is no terminal."""
-    from rich.console import Console
-
-    from isokron.race.progress import LineProgress, LiveProgress
-
-    console = Console(stderr=True)
-    if console.is_terminal:
-        with LiveProgress(console) as live:
-            return work(live)
-    return work(LineProgress(console.file))
-
-
 def show(result: Result) -> None:
-    """The table and how to read it, on stdout."""
-    from rich.console import Console
+    """Print the table and how to read it."""
+    from isokron.race.page import sentences, table
 
-    from isokron.race.table import notes, rich_table
-
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=LOG_WIDTH, color_system=None)  # a log does not wrap
-    console.print(rich_table(result, console.width))
-    for note in notes(result):
-        console.print(note, style="dim", markup=False, highlight=False)
+    cells, winner = table(result), result.winner
+    best = [row[0] for row in cells].index(winner.optimizer) if winner is not None else -1
+    title = "{task}, {steps} steps, {unit}".format(**result.settings)
+    show_table(partial(fitted_table, title, cells, bold=best), sentences(result)[2:])

@@ -1,14 +1,11 @@
-"""Curvature of any model: what a layer shows → statistics → operators."""
+"""Curvature of any model: what layers see → statistics → operators."""
 
-from isokron.curvature.capture import Event, capture
-from isokron.curvature.curvature import Curvature
-from isokron.curvature.fit import fit
-from isokron.curvature.likelihoods import BinaryCrossEntropy, CrossEntropy, Likelihood, SquaredError
-from isokron.curvature.products import (
-    fisher_vector_product,
-    ggn_vector_product,
-    hessian_vector_product,
-)
+from isokron.curvature import losses
+from isokron.curvature.curvature import Curvature, side_damping
+from isokron.curvature.fit import exact_cost, fit, planned_bytes
+from isokron.curvature.hooks import Event, capture
+from isokron.curvature.layers import Selection, find_layers
+from isokron.curvature.losses import BinaryCrossEntropy, CrossEntropy, Likelihood, SquaredError
 
 __all__ = [
     "BinaryCrossEntropy",
@@ -16,10 +13,13 @@ __all__ = [
     "Curvature",
     "Event",
     "Likelihood",
+    "Selection",
     "SquaredError",
     "capture",
-    "fisher_vector_product",
+    "exact_cost",
+    "find_layers",
     "fit",
-    "ggn_vector_product",
-    "hessian_vector_product",
+    "losses",
+    "planned_bytes",
+    "side_damping",
 ]

@@ -1,32 +1,155 @@
-"""Curvature of a model: a mapping from layers to operators, and what is done with all of them."""
+"""Curvature of a model: a mapping from layers to operators, with damped inverses and powers.
+
+One definition of damping serves everything that is built on it: for a layer of two sides
+
+    H = (G + √λ/π I) ⊗ (A + π√λ I),  π² = mean eigenvalue of A over that of G,
+
+and Λ + λ for the eigenvalues of EK-FAC and of diagonal layers; λ is `damping` times the mean
+eigenvalue of the layer (Martens & Grosse 1503.05671, section 6.3).
+"""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from isokron.curvature.layer import Layer, Operator
-from isokron.curvature.packing import pack, put_
-from isokron.curvature.sides import inverse_by_sides
-from isokron.curvature.spectra import Spectrum, damped, spectrum_of, within_reach
-from isokron.operators import Kron, KronThin
+from isokron.curvature.packing import Layout, pack, put_
+from isokron.curvature.spectrum import Operator, Spectrum, has_spectrum, spectrum_of
+from isokron.linalg import factorize
+from isokron.operators import (
+    CholeskyInverse,
+    Dense,
+    Diagonal,
+    Factor,
+    Kron,
+    KronEigen,
+    LowRank,
+)
 
-SPLITS = ("joint", "sides")
+
+@dataclass(frozen=True, eq=False)
+class LayerCurvature:
+    """The statistics of one layer; see isokron.curvature.statistics. `terms`: M; `policy`: of fit.
+
+    The output side is "output" [B, o, o]; or "columns" U [B, o, T] for UUᵀ; or "mean" [B, o] and
+    "columns" of a softmax for diag(mean) − UUᵀ.
+    """
+
+    name: str
+    method: str
+    kind: str
+    layout: Layout
+    statistics: dict[str, Tensor]
+    policy: str = "none"
+    terms: float = 0.0
+    retries: dict[str, int] = field(default_factory=dict)  # of eigendecompositions, by remedy
+
+    @property
+    def columns(self) -> int | None:
+        """T, where gradients stand for the output side."""
+        return self.statistics["columns"].size(2) if "columns" in self.statistics else None
+
+    def operator(self) -> Operator:
+        """On matrices [B, o, i], the column of a bias last: output side first, then input side."""
+        statistics = self.statistics
+        # EK-FAC, or a diagonal layer, whose basis is I
+        if "eigenvalues" in statistics:
+            bases = statistics.get("basis.output"), statistics.get("basis.input")
+            return KronEigen(bases, statistics["eigenvalues"])
+        inputs = statistics["input"]
+        # both sides of TKFAC and Shampoo have the trace of the whole
+        if self.method != "kfac":
+            trace = inputs.sum(1) if inputs.ndim == 2 else inputs.diagonal(0, 1, 2).sum(1)
+            trace = trace.clamp_min(torch.finfo(inputs.dtype).tiny)
+            inputs = inputs / trace.view(-1, *[1] * (inputs.ndim - 1))
+        side = Dense(inputs) if inputs.ndim == 3 else Diagonal(inputs)
+        return Kron((self._output(), side))
+
+    def _output(self) -> Dense | LowRank:
+        statistics = self.statistics
+        if "columns" not in statistics:
+            return Dense(statistics["output"])
+        columns, device = statistics["columns"], statistics["input"].device
+        if "mean" in statistics:
+            return LowRank(statistics["mean"], columns, -1)
+        return LowRank(torch.zeros(len(columns), 1, dtype=torch.float64, device=device), columns)
+
+
+def mean_eigenvalue(part: Operator | Factor) -> Tensor:
+    """Of an operator, or of one side: [B] in float64, without any decomposition."""
+    if isinstance(part, Kron):
+        left, right = (mean_eigenvalue(factor) for factor in part.factors)
+        return left.to(right.device) * right
+    if isinstance(part, KronEigen):
+        return part.eigenvalues.double().mean((1, 2))
+    if isinstance(part, Diagonal):
+        return part.values.double().mean(1)
+    if isinstance(part, Dense | CholeskyInverse):
+        return part.to_dense().diagonal(0, 1, 2).double().mean(1)
+    assert isinstance(part, LowRank)
+    outputs = part.columns.size(-2)
+    squares = torch.linalg.vector_norm(part.columns, dim=(1, 2), dtype=torch.float64).square()
+    diagonal = part.diagonal.double().expand(-1, outputs).mean(1)
+    return diagonal + part.sign * squares.to(diagonal.device) / outputs
+
+
+def dead_blocks(operator: Operator) -> Tensor:
+    """[B] bool: blocks whose inputs or gradients were all zero, or too small to have an inverse."""
+    parts = operator.factors if isinstance(operator, Kron) else (operator,)
+    # an inverse of what is below this overflows; 1e-31 in float32
+    limits = torch.finfo(operator_dtype(operator))
+    means = [mean_eigenvalue(part) for part in parts]
+    return torch.stack(
+        [mean.to(means[-1].device) <= limits.tiny / limits.eps for mean in means]
+    ).any(0)
+
+
+def operator_dtype(operator: Operator) -> torch.dtype:
+    """What is computed in. Columns may be stored in less."""
+    if not isinstance(operator, Kron):
+        return operator.eigenvalues.dtype
+    side = operator.factors[1]
+    if isinstance(side, CholeskyInverse):
+        return side.lower.dtype
+    assert isinstance(side, Dense | Diagonal)
+    return side.matrix.dtype if isinstance(side, Dense) else side.values.dtype
+
+
+def side_damping(operator: Kron, damping: float, relative: bool = True) -> tuple[Tensor, Tensor]:
+    """√λ/π and π√λ, which are added to the output side and to the input side: [B] each.
+
+    `relative`: λ is `damping` times the mean eigenvalue of the layer, else `damping` itself. A dead
+    block gets 1 on both sides: its gradients are zero, and any positive number serves.
+    """
+    # in float64: products of means underflow in float32 long before the means do
+    left, right = (mean_eigenvalue(factor) for factor in operator.factors)
+    left, dead, dtype = left.to(right.device), dead_blocks(operator), operator_dtype(operator)
+    scale = damping * float((left * right).mean()) if relative else damping
+    pi = (right / left.masked_fill(dead, 1.0)).masked_fill(dead, 1.0).sqrt()
+    root = torch.full_like(pi, scale**0.5).masked_fill(dead, 1.0)
+    return (root / pi).to(dtype), (root * pi).to(dtype)
 
 
 class Curvature(Mapping[str, Operator]):
-    """name → operator. `power` and `inverse` make another one, `matvec` applies all operators."""
+    """name → operator. `inverse` and `power` make another one, `matvec` applies all operators."""
 
     def __init__(
-        self, layers: list[Layer], operators: Mapping[str, Operator] | None = None
+        self,
+        layers: list[LayerCurvature],
+        operators: Mapping[str, Operator] | None = None,
+        notes: Mapping[str, dict[str, Any]] | None = None,
     ) -> None:
         self.layers = {layer.name: layer for layer in layers}
+        # whether operators are other than those the statistics make
+        self.derived = operators is not None
         self._operators = dict(operators or {})
         self._spectra: dict[str, Spectrum] = {}
-        self.notes: dict[str, dict[str, Any]] = {name: {} for name in self.layers}
-        # of eigendecompositions: how many needed what
+        self.notes = {name: dict((notes or {}).get(name, {})) for name in self.layers}
+        # of eigendecompositions: how many needed which remedy
         self.retries = {layer.name: Counter(layer.retries) for layer in layers}
 
     def __getitem__(self, name: str) -> Operator:
@@ -41,7 +164,7 @@ class Curvature(Mapping[str, Operator]):
         return len(self.layers)
 
     def spectrum(self, name: str) -> Spectrum:
-        """The eigendecomposition of a layer's operator, found once."""
+        """The eigendecomposition of a layer's operator, computed once."""
         if name not in self._spectra:
             try:
                 self._spectra[name] = spectrum_of(self[name], self.retries[name])
@@ -49,137 +172,94 @@ class Curvature(Mapping[str, Operator]):
                 raise ValueError(f"layer {name!r}: {error}") from None
         return self._spectra[name]
 
-    def inverse(self, damping: float, **options: Any) -> "Curvature":
-        """(F + λI)⁻¹, with the options of `power`."""
-        return self.power(-1.0, damping, **options)
+    def damped_inverse(self, damping: float = 0.1, relative: bool = True) -> "Curvature":
+        """H⁻¹ of every layer, by the definition of damping above.
 
-    def power(
-        self,
-        p: float,
-        damping: float = 0.0,
-        *,
-        split: str = "joint",
-        relative: bool = False,
-        max_condition: float | None = None,
-        pseudo: bool = False,
-    ) -> "Curvature":
-        """(F + λI)ᵖ, layer by layer.
-
-        `split`: λ is added to the eigenvalues of the whole ("joint"), or to both sides of a
-        Kronecker product as π√λ and √λ/π, π² = mean eigenvalue of A over that of G ("sides").
-        `relative`: λ is a multiple of each layer's mean eigenvalue. `max_condition`: before,
-        eigenvalues are lifted to the largest over it, side by side where there are sides;
-        `report` says how many. `pseudo`: eigenvalues that are zero to rounding stay zero, as in a
-        pseudoinverse.
-
-        Inverses of sides are by Cholesky, which where a side is singular adds jitter to it, and
-        `report` says so; everything else is by eigenvalues, where what is singular is an error.
+        K-FAC, TKFAC and Shampoo are the Cholesky factors of both sides, applied by triangular
+        solves, or by Woodbury where gradients are kept: no eigenvectors. A side that is singular
+        gets jitter, and `report` says so. A dead layer, whose gradients are all zero, has the
+        inverse 0.
         """
-        _check_damping(damping, split, max_condition)
-        if p != 1:
-            _check_apart(list(self.layers.values()))
-        made: dict[str, Operator] = {}
+        _check(damping, self.layers.values())
+        inverses: dict[str, Operator] = {}
         notes: dict[str, dict[str, Any]] = {}
-        for name in self:
-            operator = self[name]
-            plain = max_condition is None and not pseudo
-            if p == -1 and split == "sides" and plain and isinstance(operator, Kron):
-                made[name], notes[name] = self._by_sides(name, damping, relative)
+        for name, operator in self.items():
+            if isinstance(operator, Kron):
+                inverses[name], notes[name] = _inverse_by_sides(operator, damping, relative, name)
             else:
-                how = damping, split, relative, max_condition, pseudo
-                made[name], notes[name] = self._by_eigenvalues(name, p, *how)
-        result = Curvature(list(self.layers.values()), made)
-        result.notes, result.retries = notes, self.retries
+                inverses[name], notes[name] = self._power(name, -1.0, damping, relative)
+        return self._derived(inverses, notes)
+
+    def inverse(self, damping: float, relative: bool = False) -> "Curvature":
+        """(F + λI)⁻¹ by eigenvalues; see `power`."""
+        return self.power(-1.0, damping, relative)
+
+    def power(self, p: float, damping: float = 0.0, relative: bool = False) -> "Curvature":
+        """(F + λI)ᵖ, layer by layer, by eigenvalues. A layer that is singular then is an error.
+
+        `relative`: λ is `damping` times each layer's mean eigenvalue.
+        """
+        _check(damping, self.layers.values() if p != 1 else ())
+        powers = {name: self._power(name, p, damping, relative) for name in self}
+        operators = {name: operator for name, (operator, _) in powers.items()}
+        return self._derived(operators, {name: note for name, (_, note) in powers.items()})
+
+    def _power(
+        self, name: str, p: float, damping: float, relative: bool
+    ) -> tuple[Operator, dict[str, Any]]:
+        if relative:
+            damping = damping * float(mean_eigenvalue(self[name]).mean())
+        damped = self.spectrum(name).damped(damping)
+        note = {"power": p, "damping": damping, "condition_after": damped.condition()}
+        if p < 0 and relative and bool(dead_blocks(self[name]).all()):
+            return KronEigen((None, None), torch.zeros_like(damped.values)), note
+        if p < 0 and not damped.least() > 0:
+            raise ValueError(
+                f"layer {name!r} is singular, its smallest eigenvalue is {damped.least():.3g}; "
+                "give a damping above 0"
+            )
+        return damped.power(p), note
+
+    def _derived(
+        self, operators: Mapping[str, Operator], notes: Mapping[str, dict[str, Any]]
+    ) -> "Curvature":
+        result = Curvature(list(self.layers.values()), operators, notes)
+        result.retries = self.retries
         return result
 
-    def _by_eigenvalues(
-        self,
-        name: str,
-        p: float,
-        damping: float,
-        split: str,
-        relative: bool,
-        most: float | None,
-        pseudo: bool,
-    ) -> tuple[Operator, dict[str, Any]]:
-        found = self.spectrum(name)
-        if split == "sides" and found.sides is None and self.layers[name].kind != "diagonal":
-            raise ValueError(
-                f"layer {name!r} has no sides to damp by themselves, its eigenvalues are those "
-                "of EK-FAC; use split='joint'"
-            )
-        damping = damping * found.mean() if relative else damping
-        lifted, clipped = damped(found, damping, split, most)
-        if p < 0 and not pseudo and not lifted.least() > 0:
-            raise ValueError(
-                f"layer {name!r} is singular, its smallest eigenvalue is {lifted.least():.3g}; "
-                "give a damping above 0 or a max_condition"
-            )
-        return lifted.power(p, pseudo), {
-            "power": p,
-            "damping": damping,
-            "split": split,
-            "condition_before": found.condition(),
-            "condition_after": lifted.condition(),
-            "clipped": clipped,
-        }
-
-    def _by_sides(
-        self, name: str, damping: float, relative: bool
-    ) -> tuple[Operator, dict[str, Any]]:
-        operator = self[name]
-        assert isinstance(operator, Kron)
-        found = inverse_by_sides(operator, damping, relative, name)
-        return found.operator, {
-            "power": -1.0,
-            "damping": found.damping[0] * found.damping[1],
-            "damping_output": found.damping[0],
-            "damping_input": found.damping[1],
-            "split": "sides",
-            "condition_before": found.before,
-            "condition_after": found.after,
-            "clipped": 0,
-            "fallbacks": {rung: n for rung, n in found.rungs.items() if rung != "as given"},
-        }
-
-    def matvec(self, tangent: Mapping[str, Tensor], *, within: bool = False) -> dict[str, Tensor]:
-        """Every layer's operator on its part of a tangent, given and returned by parameter name.
-
-        `within`: the tangent is made of the gradients that were fitted, such as their mean. Where
-        these are kept themselves (see `policy` of `fit`), what of it lies outside their span is
-        rounding, which inverses would make large; then it is left out.
-        """
+    def matvec(self, tangent: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Every layer's operator on its part of a tangent, both by parameter name."""
         result: dict[str, Tensor] = {}
         for name, layer in self.layers.items():
-            matrix, operator = pack(layer.layout, tangent).to(layer.dtype), self[name]
-            if within and isinstance(operator, KronThin):
-                product = operator.apply_within(matrix)
-            else:
-                product = operator.apply(matrix)
-            put_(result, layer.layout, product, tangent)
+            matrix = pack(layer.layout, tangent).to(operator_dtype(self[name]))
+            put_(result, layer.layout, self[name].apply(matrix), tangent)
         return result
 
     def trace(self) -> dict[str, float]:
         """Of every layer's operator."""
-        return {name: self.spectrum(name).trace() for name in self}
+        sizes = {name: layer.layout.shape for name, layer in self.layers.items()}
+        return {
+            name: float(mean_eigenvalue(self[name]).sum()) * o * i
+            for name, (_, o, i) in sizes.items()
+        }
 
-    def logdet(self, damping: float, **options: Any) -> dict[str, float]:
-        """log det(F + λI) of every layer, with the options of `power`."""
-        lifted = self.power(1.0, damping, **options)
-        return {name: lifted.spectrum(name).logdet() for name in self}
+    def logdet(self, damping: float, relative: bool = False) -> dict[str, float]:
+        """log det(F + λI) of every layer; see `power`."""
+        damped = self.power(1.0, damping, relative)
+        return {name: damped.spectrum(name).logdet() for name in self}
 
     def condition(self) -> dict[str, float]:
         """Largest eigenvalue over smallest, of every layer; inf where one is 0."""
         return {name: self.spectrum(name).condition() for name in self}
 
     def report(self, spectra: bool = True) -> list[dict[str, Any]]:
-        """One record a layer: what it is and holds, and what was done to it.
+        """One record a layer: its shape and statistics, and the damping applied to it.
 
-        `spectra`: also condition number, trace and effective rank, exp of the entropy of the
-        eigenvalues, which take an eigendecomposition where there was none yet; None for a softmax
-        too large for one.
+        `dead`: how many blocks saw only zeros. `spectra`: also condition number and effective rank,
+        exp of the entropy of the eigenvalues, which take an eigendecomposition where there was none
+        yet; None for a softmax too large for one.
         """
-        records = []
+        records, traces = [], self.trace()
         for name, layer in self.layers.items():
             blocks, outputs, inputs = layer.layout.shape
             record: dict[str, Any] = {
@@ -194,33 +274,90 @@ class Curvature(Mapping[str, Operator]):
                 "policy": layer.policy,
                 "columns": layer.columns,
                 "bytes": sum(value.nbytes for value in layer.statistics.values()),
+                "dead": int(dead_blocks(self[name]).sum()),
+                "trace": traces[name],
             }
             if spectra:
-                known = self.spectrum(name) if within_reach(self[name]) else None
-                record["trace"] = known and known.trace()
-                record["condition"] = known and known.condition()
-                record["effective_rank"] = known and known.effective_rank()
-            note = self.notes.get(name, {})
+                spectrum = self.spectrum(name) if has_spectrum(self[name]) else None
+                record["condition"] = spectrum and spectrum.condition()
+                record["effective_rank"] = spectrum and spectrum.effective_rank()
+            note = self.notes[name]
             fallbacks = {**self.retries[name], **note.get("fallbacks", {})}
             records.append({**record, **note, "fallbacks": fallbacks})
         return records
 
     def save(self, folder: str | Path) -> None:
-        """Write the statistics, as safetensors and a JSON, whole or not at all."""
-        from isokron.curvature.storage import save_curvature
+        """Write the statistics, or the operators of an inverse or power, all or nothing."""
+        from isokron.curvature.save import save_curvature
 
         save_curvature(self, folder)
 
     @staticmethod
     def load(folder: str | Path, model: nn.Module | None = None) -> "Curvature":
-        """What `save` wrote; with a `model`, checked against its layers."""
-        from isokron.curvature.storage import load_curvature
+        """What `save` wrote, its checksums verified; with a `model`, checked against its layers."""
+        from isokron.curvature.save import load_curvature
 
         return load_curvature(folder, model)
 
 
-def _check_apart(layers: list[Layer]) -> None:
-    """Refuse layers that share a weight: their operators add up, and powers of them do not."""
+def _inverse_by_sides(
+    operator: Kron, damping: float, relative: bool, layer: str
+) -> tuple[Kron, dict[str, Any]]:
+    """(G + √λ/π)⁻¹ ⊗ (A + π√λ)⁻¹, and what Cholesky had to fall back on."""
+    added = side_damping(operator, damping, relative)
+    inverses, rungs = [], Counter[str]()
+    for factor, value, side in zip(operator.factors, added, ("output", "input"), strict=True):
+        inverse, climbed = _inverse_side(factor, value, f"{side} side of layer {layer!r}")
+        inverses.append(inverse)
+        rungs.update(rung for rung in climbed if rung != "as given")
+    # zeros on one side make the product zero
+    inverses[1] = _zeroed(inverses[1], dead_blocks(operator))
+    numbers = [float(value.mean()) for value in added]
+    return Kron(tuple(inverses)), {
+        "power": -1.0,
+        "damping": numbers[0] * numbers[1],
+        "damping_output": numbers[0],
+        "damping_input": numbers[1],
+        "fallbacks": dict(rungs),
+    }
+
+
+def _inverse_side(factor: Factor, damping: Tensor, what: str) -> tuple[Factor, tuple[str, ...]]:
+    """`damping`: [B]"""
+    if isinstance(factor, Dense):
+        matrix = factor.matrix.clone()
+        matrix.diagonal(0, 1, 2).add_(damping[:, None])
+        cholesky = factorize(matrix, name=f"the {what}")
+        # contiguous, as a saved one is loaded: products round alike
+        return CholeskyInverse(cholesky.lower.to(matrix.dtype).contiguous()), cholesky.rungs
+    if isinstance(factor, Diagonal):
+        values = factor.values + damping[:, None]
+        if not bool((values > 0).all()):
+            raise ValueError(f"the {what} is singular; give a damping above 0")
+        return Diagonal(values.reciprocal()), ()
+    assert isinstance(factor, LowRank)
+    try:
+        if factor.diagonal.size(-1) > 1:  # a softmax, of one block as heads are
+            return factor.inverse(float(damping[0])), ()
+        diagonal = factor.diagonal + damping[:, None].to(factor.diagonal)
+        return LowRank(diagonal, factor.columns, factor.sign).inverse(), ()
+    except ValueError as error:
+        raise ValueError(f"the {what}: {error}") from None
+
+
+def _zeroed(factor: Factor, blocks: Tensor) -> Factor:
+    if not bool(blocks.any()):
+        return factor
+    if isinstance(factor, CholeskyInverse):
+        return Dense(factor.to_dense().masked_fill(blocks[:, None, None], 0.0))
+    assert isinstance(factor, Diagonal)  # input sides are never low-rank
+    return Diagonal(factor.values.masked_fill(blocks[:, None], 0.0))
+
+
+def _check(damping: float, layers: Iterable[LayerCurvature]) -> None:
+    """Refuse bad damping, and layers that share a weight: sums have no inverse of their parts."""
+    if not damping >= 0 or damping == float("inf"):
+        raise ValueError(f"damping must be a finite number of at least 0, got {damping!r}")
     owners: dict[tuple[str, tuple[int, int] | None], str] = {}
     for layer in layers:
         for key, param in layer.layout.params.items():
@@ -230,12 +367,3 @@ def _check_apart(layers: list[Layer]) -> None:
                     f"layers {other!r} and {layer.name!r} share {param!r}, and a sum's inverse "
                     "is not that of its parts; fit with `layers` that name one of them"
                 )
-
-
-def _check_damping(damping: float, split: str, max_condition: float | None) -> None:
-    if not damping >= 0 or damping == float("inf"):
-        raise ValueError(f"damping must be a finite number of at least 0, got {damping!r}")
-    if split not in SPLITS:
-        raise ValueError(f"split must be one of {SPLITS}, got {split!r}")
-    if max_condition is not None and not max_condition >= 1:
-        raise ValueError(f"max_condition must be None or at least 1, got {max_condition!r}")

@@ -1,29 +1,36 @@
-"""A model and data become curvature: one operator a layer."""
+"""Fit curvature: passes over data become statistics, one set a layer, on one process or several."""
 
 import json
+import warnings
 from collections import Counter
-from collections.abc import Iterable
-from operator import length_hint
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import zip_longest
+from math import prod
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from isokron.curvature.columns import Columns, Policy
-from isokron.curvature.correction import correct_, decompose_
-from isokron.curvature.curvature import Curvature
-from isokron.curvature.division import Division, owners
-from isokron.curvature.folding import Folding, means
-from isokron.curvature.layer import Layer
-from isokron.curvature.likelihoods import Likelihood, Loss
-from isokron.curvature.passes import Passes, check
-from isokron.curvature.settling import settled, shared, total
-from isokron.curvature.sites import Site, find_sites
-from isokron.curvature.statistics import Sums
+from isokron.curvature import softmax_head, statistics
+from isokron.curvature.backward import Passes, check_reached
+from isokron.curvature.curvature import Curvature, LayerCurvature
+from isokron.curvature.layers import Layer, Selection, find_layers
+from isokron.curvature.losses import CrossEntropy, Likelihood, Loss
+from isokron.curvature.softmax_head import GradientRows, Policy, check_finite, means_of
+from isokron.curvature.statistics import Sums, Uses, either, reduced
+from isokron.distributed.ownership import assign
+from isokron.distributed.ranks import Ranks
+from isokron.distributed.team import gather, share, together
+from isokron.linalg import eigh
 
 METHODS = ("kfac", "ekfac", "tkfac", "shampoo")
 FISHERS = ("empirical", "sampled", "exact")
 SHARINGS = ("expand", "reduce")
+TERMS = "terms of the loss"  # no layer's name, under which these are summed
+MANY_PASSES = 1000  # backward passes a batch, from which on fisher="exact" is warned of
+MAX_TERMS = 8192  # of which gradients are kept in place of an output side
+WORKSPACE = 8  # copies of the largest matrix in a Cholesky inverse or an eigendecomposition
 
 
 def fit(
@@ -35,40 +42,344 @@ def fit(
     fisher: str = "empirical",
     sharing: str = "expand",
     layers: Iterable[str] | str | None = None,
+    selection: Selection | None = None,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     strict: bool = False,
     batch_dim: int = 0,
-    policy: str = "none",
+    policy: str | Mapping[str, str] = "none",
     rho: float = 0.75,
-    t_max: int = 8192,
+    t_max: int = MAX_TERMS,
     store: str = "auto",
     store_dtype: torch.dtype | None = None,
-    division: Division | None = None,
+    ranks: Ranks | None = None,
+    memory: int | None = None,
 ) -> Curvature:
     """The Fisher of a model's layers, F ≈ Σ ∇∇ᵀ / M over examples, M the terms of the loss.
 
-    `loss(model, batch)`: one loss a term, of any shape, or these and weights of 0 for terms that do
-    not count. `fisher`: gradients of the data's labels ("empirical"), of labels drawn from the
-    model ("sampled", by `seed`), or of all labels ("exact", as many backward passes as an example
-    has outputs); the last two need a likelihood, such as isokron.curvature.CrossEntropy. `sharing`:
-    positions that share a weight count one by one ("expand") or are taken together ("reduce") in
-    the factors of K-FAC and TKFAC; gradients of whole examples, of which Shampoo's factors and
-    EK-FAC's eigenvalues are made, are the same for both. `layers`: patterns of names. `batch_dim`:
-    the dimension of inputs that counts examples. The model is used as it stands: call model.eval()
-    before, if dropout is to be off. EK-FAC goes over the data twice, with labels drawn anew for its
-    eigenvalues: those of the draws that its bases were made of would be too large along these.
-
-    `policy`: the output side of o outputs is a covariance ("none"), or the T gradients that make
-    one up, of which inverses and powers then are made by Woodbury's identity: always ("all"), for
-    more than 16384 outputs ("hybrid"), or while T ≤ rho·o and T ≤ t_max ("auto"). `store`: they are
-    kept on the model's device, on the "host", or on the device up to 500 MB ("auto");
-    `store_dtype`: in float32, bfloat16 or float16, by default in `dtype`.
-
-    `division`: sums are made in an order that is the same on one process and on many, which then
-    share the batches: these must have a length, and slices if there are many.
+    Args:
+        batches: any iterable; EK-FAC goes over it twice, and `ranks` need its length and slices.
+        loss: `loss(model, batch)` returns one loss a term, of any shape, or (losses, weights).
+        method: "kfac", "ekfac", "tkfac" or "shampoo".
+        fisher: gradients of the data's labels ("empirical"), of labels drawn from the model
+            ("sampled", by `seed` and the number of the batch, anew for EK-FAC's eigenvalues), or of
+            all labels ("exact", see `exact_cost`). The last two need a likelihood.
+        sharing: positions that share a weight count one by one ("expand") or are taken together
+            ("reduce") in the factors of K-FAC and TKFAC.
+        layers: patterns of names. `selection`: layers chosen before, in their place.
+        dtype: of the statistics.
+        strict: layers of unknown types are an error.
+        batch_dim: the dimension of inputs that counts examples.
+        policy: an output side of o outputs is a covariance o×o ("none") or the T gradients it is
+            made of, inverted by Woodbury: always ("all"), for more than 16,384 outputs ("hybrid"),
+            or while T ≤ rho·o and T ≤ t_max ("auto"). More than `t_max` are refused. A mapping says
+            it by layer; under EK-FAC these layers are K-FAC.
+        store: where gradients are kept: on the model's "device", the "host", or on the device up to
+            500 MB ("auto"); in `store_dtype`, by default `dtype`.
+        ranks: processes that share the batches. Sums are added up in float64: the result is that of
+            one process to the rounding of `dtype`, and to the bit for the same number of ranks.
+        memory: bytes; a fit whose `planned_bytes` exceed it is refused before any pass.
     """
-    _check(method=(method, METHODS), fisher=(fisher, FISHERS), sharing=(sharing, SHARINGS))
+    choices = {"method": (method, METHODS), "fisher": (fisher, FISHERS)}
+    for argument, (value, allowed) in {**choices, "sharing": (sharing, SHARINGS)}.items():
+        if value not in allowed:
+            raise ValueError(f"{argument} must be one of {allowed}, got {value!r}")
+    _check_data(batches, loss, method, fisher, ranks)
+    if selection is None:
+        head = "skip" if policy == "none" else "lowrank"
+        selection = find_layers(model, layers, head=head, strict=strict)
+    chosen = selection.layers
+    defaults = Policy("none", rho, t_max, store, store_dtype)
+    policies = _policies(policy, defaults, chosen, method, ranks)
+    methods = dict.fromkeys(policies, method)
+    if method == "ekfac":  # which needs all eigenvectors: layers that keep gradients are K-FAC
+        methods |= {name: "kfac" for name, rule in policies.items() if rule.name != "none"}
+    if memory is not None:
+        lowrank = [name for name, rule in policies.items() if rule.name == "all"]
+        planned = planned_bytes(chosen, method, dtype, lowrank=lowrank, terms=t_max)
+        _check_memory(planned, memory, chosen)
+    # the Fisher of a single layer that is a head has a closed form
+    if fisher == "exact" and type(loss) is CrossEntropy and len(chosen) > 1:
+        loss = _warning_of_cost(loss)
+    # labels are drawn by the number of the batch: one process and several draw the same
+    first = 0
+    if ranks is not None:
+        numbers = share(ranks, len(batches))  # type: ignore[arg-type]
+        first, batches = numbers.start, batches[numbers.start : numbers.stop]  # type: ignore[index]
+    passes = Passes(
+        model,
+        batches,
+        loss,
+        chosen,
+        fisher=fisher,
+        dtype=dtype,
+        seed=seed,
+        batch_dim=batch_dim,
+        first=first,
+    )
+    fold = Fold(methods, fisher, sharing, policies)
+    with together(ranks, "a pass over the data"):
+        passes.over(fold.take, lambda: fold.end_batch(passes.count), check=False)
+    like = torch.zeros((), dtype=dtype, device=next(model.parameters()).device)
+    _reduce_(fold.sums, ranks, like)
+    terms = float(fold.sums.pop(TERMS)[TERMS])
+    check_reached(terms, [name for name, sums in fold.sums.items() if sums.empty()])
+    means = {name: means_of(name, fold.sums[name], terms, like) for name in list(fold.sums)}
+    retries: dict[str, dict[str, int]] = {}
+    if method == "ekfac":
+        dense = [layer for layer in chosen if "output" in means[layer.name]]
+        corrected = [layer for layer in dense if methods[layer.name] == "ekfac"]
+        retries = _decompose_(means, corrected, ranks, like.device)
+        _correct_(means, corrected, passes, terms, ranks, like)
+
+    def fitted(layer: Layer) -> LayerCurvature:
+        name, kind = layer.name, layer.view.kind
+        details = policies[name].name, terms, retries.get(name, {})
+        return LayerCurvature(name, methods[name], kind, layer.layout, means[name], *details)
+
+    return Curvature([fitted(layer) for layer in chosen])
+
+
+class Fold:
+    """The sums of a first pass over the data, by layer."""
+
+    def __init__(
+        self, methods: Mapping[str, str], fisher: str, sharing: str, policies: Mapping[str, Policy]
+    ) -> None:
+        self.methods, self.fisher, self.sharing = methods, fisher, sharing
+        self.waiting: dict[str, tuple[Layer, Uses]] = {}
+        self.sums = {TERMS: Sums({TERMS: torch.zeros((), dtype=torch.float64)})}
+        for name, policy in policies.items():
+            self.sums[name] = Sums() if policy.name == "none" else GradientRows(name, policy)
+
+    def take(self, layer: Layer, uses: Uses) -> None:
+        """The uses of one layer in one backward pass, or in place of all of them, of a softmax."""
+        sums, method = self.sums[layer.name], self.methods[layer.name]
+        shared = self._shared(uses)
+        if uses.kind == "softmax" and method in ("tkfac", "shampoo"):
+            softmax_head.traced_(sums, uses, self.sharing if method == "tkfac" else "expand")
+        elif uses.kind == "softmax":
+            softmax_head.covariance_(sums, uses)
+            self.waiting[layer.name] = layer, uses
+        elif uses.kind == "diagonal":
+            statistics.diagonal_(sums, uses, list(layer.layout.params))
+        elif method == "tkfac":
+            statistics.traced_(sums, shared, layer.columns)
+        elif method == "shampoo":
+            statistics.gradients_(sums, uses, layer.columns)
+        elif self.fisher == "exact":
+            # inputs count once a batch, however many passes go back from it
+            statistics.output_covariance_(sums, shared)
+            before = self.waiting.get(layer.name, (layer, None))[1]
+            self.waiting[layer.name] = layer, either(before, uses)
+        else:
+            statistics.covariances_(sums, shared, layer.columns)
+
+    def end_batch(self, terms: float) -> None:
+        for layer, uses in self.waiting.values():
+            statistics.input_covariance_(self.sums[layer.name], self._shared(uses), layer.columns)
+        self.waiting.clear()
+        self.sums[TERMS][TERMS] += terms
+
+    def _shared(self, uses: Uses) -> Uses:
+        return reduced(uses) if self.sharing == "reduce" else uses
+
+
+def _reduce_(layers: Mapping[str, Sums], ranks: Ranks | None, like: Tensor) -> None:
+    """Add up the sums of all ranks in float64; rows that are kept are joined in their order."""
+    if ranks is None:
+        return
+    for sums in layers.values():
+        if isinstance(sums, GradientRows):
+            # ranks have neighbouring batches, so that rows come in the order of one process
+            everyone = gather(ranks, {k: torch.cat(p, 1) for k, p in sums.rows.items() if p})
+            sums.rows = {key: [] for key in sums.rows}
+            for rows in everyone:
+                for key, part in rows.items():
+                    sums.gram(key, part.to(like.device))
+    shapes = {n: {key: list(value.shape) for key, value in s.items()} for n, s in layers.items()}
+    texts = ranks.gather_text(json.dumps(shapes))
+    for name, shared in _union(map(json.loads, texts)).items():
+        # a rank may have had no batch, or none that used the layer: it adds zeros
+        for key, shape in shared.items():
+            value = layers[name].pop(key, torch.zeros(shape)).to(ranks.near(like.device))
+            total = ranks.all_reduce_(value.double(), what=f"the sum {key} of {name}")
+            layers[name][key] = total if not shape else total.to(like)
+
+
+def _union(mappings: Iterable[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """{layer: {key: value}} of all ranks."""
+    union: dict[str, dict[str, Any]] = {}
+    for mapping in mappings:
+        for name, values in mapping.items():
+            union.setdefault(name, {}).update(values)
+    return union
+
+
+def _decompose_(
+    means: Mapping[str, dict[str, Tensor]],
+    layers: Sequence[Layer],
+    ranks: Ranks | None,
+    device: torch.device,
+) -> dict[str, dict[str, int]]:
+    """EK-FAC: eigenbases in place of both sides, each layer's by one rank; and retries of eigh."""
+    rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+    costs = [layer.layout.shape[1] ** 3 + layer.layout.shape[2] ** 3 for layer in layers]
+    owners = assign(costs, [layer.name for layer in layers], [0.0] * size)
+    owned: list[list[str]] = [[] for _ in range(size)]
+    for layer, owner in zip(layers, owners, strict=True):
+        owned[owner].append(layer.name)
+    retries = {}
+    with together(ranks, "the eigenbases of layers"):
+        for name in owned[rank]:
+            counter = Counter[str]()
+            for side in ("output", "input"):
+                # a side is freed before the next is decomposed
+                matrix = means[name].pop(side)
+                # columns of an embedding have no basis; contiguous as after `gather`, since
+                # products with another layout of memory round otherwise
+                if matrix.ndim == 3:
+                    means[name][f"basis.{side}"] = eigh(matrix, counter)[1].contiguous()
+            retries[name] = dict(counter)
+    if ranks is None:
+        return retries
+    # one layer of every rank at a time, which bounds the memory in flight
+    for names in zip_longest(*owned, fillvalue=""):
+        bases = gather(ranks, means[names[rank]] if names[rank] else {})
+        for name, tensors in zip(names, bases, strict=True):
+            if name:
+                means[name].clear()
+                means[name].update({key: basis.to(device) for key, basis in tensors.items()})
+    return _union(map(json.loads, ranks.gather_text(json.dumps(retries))))
+
+
+def _correct_(
+    means: Mapping[str, dict[str, Tensor]],
+    layers: Sequence[Layer],
+    passes: Passes,
+    terms: float,
+    ranks: Ranks | None,
+    like: Tensor,
+) -> None:
+    """EK-FAC: Λ in these bases, by a second pass over the data."""
+    sums = {layer.name: Sums() for layer in layers}
+
+    def take(layer: Layer, uses: Uses) -> None:
+        if layer.name not in sums:
+            return
+        bases = means[layer.name]["basis.output"], means[layer.name].get("basis.input")
+        if uses.kind == "softmax":
+            softmax_head.eigenvalues_(sums[layer.name], uses, bases)
+        else:
+            statistics.eigenvalues_(sums[layer.name], uses, bases, layer.columns)
+
+    with together(ranks, "a second pass over the data"):
+        passes.over(take, check=False)
+    _reduce_(sums, ranks, like)
+    for name, values in sums.items():
+        total = values["columns"].mT if "columns" in values else values["eigenvalues"]
+        means[name]["eigenvalues"] = (total / terms).contiguous()
+        check_finite(name, means[name])
+
+
+def planned_bytes(
+    layers: Iterable[Layer],
+    method: str,
+    dtype: torch.dtype = torch.float32,
+    *,
+    lowrank: Collection[str] = (),
+    terms: int = MAX_TERMS,
+) -> dict[str, int]:
+    """Bytes of statistics, of the decompositions of `damped_inverse`, and of both at their peak.
+
+    `lowrank`: names of layers that keep `terms` gradients in place of their output side.
+    """
+    sides = values = scaled = largest = 0
+    for layer in layers:
+        (blocks, outputs, inputs), kind = layer.layout.shape, layer.view.kind
+        low = layer.name in lowrank
+        if kind == "diagonal" or (method == "ekfac" and not low):
+            values += blocks * outputs * inputs
+        if kind == "diagonal":
+            continue
+        output = blocks * outputs * (terms if low else outputs)
+        square = blocks * (inputs**2 if kind == "dense" else inputs)
+        sides += output + square
+        # operators of TKFAC and Shampoo have a copy of the input side, over its trace
+        scaled += square if method in ("tkfac", "shampoo") else 0
+        # Woodbury's T×T is in float64
+        largest = max(largest, output, square, 2 * terms**2 if low else 0)
+    size = dtype.itemsize
+    held = (sides + values) * size
+    # the inverse of EK-FAC shares its bases
+    inverses = (values if method == "ekfac" else sides + values) * size
+    peak = held + inverses + (scaled + WORKSPACE * largest) * size
+    return {"statistics": held, "decompositions": inverses, "peak": peak}
+
+
+def exact_cost(outputs: Sequence[int]) -> int:
+    """Backward passes a batch with fisher="exact", of outputs [N, ..., classes]: one for each class
+    at each position."""
+    return outputs[-1] * prod(outputs[1:-1])
+
+
+def _warning_of_cost(loss: CrossEntropy) -> CrossEntropy:
+    """The loss, which warns before the first backward pass if very many are to follow."""
+    costs: list[int] = []
+
+    def forward(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        outputs, targets = loss.forward(model, batch)
+        costs.append(exact_cost(outputs.shape))
+        if len(costs) == 1 and costs[0] > MANY_PASSES:
+            warnings.warn(
+                f"fisher='exact' takes {costs[0]:,} backward passes a batch, one for each of "
+                f"{outputs.size(-1):,} classes at each position; fisher='sampled' takes one",
+                stacklevel=2,
+            )
+        return outputs, targets
+
+    return replace(loss, forward=forward)
+
+
+def _policies(
+    policy: str | Mapping[str, str],
+    defaults: Policy,
+    layers: Sequence[Layer],
+    method: str,
+    ranks: Ranks | None,
+) -> dict[str, Policy]:
+    """The policy of every layer."""
+    names = [layer.name for layer in layers]
+    if method == "ekfac" and isinstance(policy, str) and policy != "none":
+        raise ValueError(
+            f"policy={policy!r} keeps gradients in place of the output side, and method='ekfac' "
+            "needs all eigenvectors of it; use policy='none', or method='kfac', or name single "
+            "layers, as in policy={'head': 'all'}"
+        )
+    by_name = dict.fromkeys(names, policy) if isinstance(policy, str) else dict(policy)
+    unknown = sorted(set(by_name) - set(names))
+    if unknown:
+        raise ValueError(
+            f"policy must name layers that are fitted, got {unknown[0]!r}; these are "
+            f"{', '.join(names[:6])}, …"
+        )
+    if ranks is not None and "auto" in by_name.values():
+        raise ValueError("policy='auto' is decided by one process; with ranks use 'all' or 'none'")
+    return {name: replace(defaults, name=by_name.get(name, "none")) for name in names}
+
+
+def _check_memory(planned: Mapping[str, int], memory: int, layers: Sequence[Layer]) -> None:
+    if planned["peak"] > memory:
+        largest = max(layers, key=lambda layer: planned_bytes([layer], "kfac")["peak"])
+        mib = {name: f"{size / 2**20:,.0f} MiB" for name, size in planned.items()}
+        raise ValueError(
+            f"fit needs {mib['peak']} at its peak (statistics {mib['statistics']}, decompositions "
+            f"{mib['decompositions']}), more than memory={memory / 2**20:,.0f} MiB; leave out "
+            f"large layers, first {largest.name!r}, or raise memory"
+        )
+
+
+def _check_data(batches: Any, loss: Any, method: str, fisher: str, ranks: Ranks | None) -> None:
     if fisher != "empirical" and not isinstance(loss, Likelihood):
         raise ValueError(
             f"fisher={fisher!r} needs a loss that knows its distribution, got {loss!r}; give "
@@ -79,86 +390,8 @@ def fit(
             "batches must be something to go over twice for method='ekfac', such as a list or a "
             f"DataLoader, got {type(batches).__name__}"
         )
-    keeping = Policy(policy, rho, t_max, store, store_dtype)
-    if method == "ekfac" and policy != "none":
+    if ranks is not None and not (hasattr(batches, "__len__") and hasattr(batches, "__getitem__")):
         raise ValueError(
-            f"policy={policy!r} keeps gradients in place of the output side, and method='ekfac' "
-            "needs all eigenvectors of it; use policy='none', or method='kfac'"
+            "batches must have a length and slices to be shared by ranks, such as a list has, got "
+            f"{type(batches).__name__}"
         )
-    if division is not None and policy != "none":
-        raise ValueError(
-            f"policy={policy!r} keeps the gradients of all batches in their order, and a division "
-            "adds up parts of them; use policy='none', or no division"
-        )
-    if division is not None and not hasattr(batches, "__len__"):
-        raise ValueError(
-            "batches must have a length to be divided into segments, such as a list has, got "
-            f"{type(batches).__name__}; give such, or no division"
-        )
-    division = division or Division(segments=1)
-    sites = find_sites(model, layers, strict)
-    count = length_hint(batches)
-    first, own = division.part(batches)
-    folding = Folding(sites, method, fisher, sharing, keeping, count, division)
-    part = first if division.segments > 1 else None
-    passes = Passes(model, own, loss, fisher, dtype, seed, sites, batch_dim, part=part)
-    with division.together("a pass over the data"):
-        passes.over(folding.take, lambda: folding.end(passes.count))
-        tree = folding.segments.finish()
-    terms = total(division, tree)
-    check(terms, [])
-    device = next(model.parameters()).device
-    layers_of = owners({site.name: _cost(site) for site in sites}, division.size)
-    sums = settled(division, tree, layers_of, device)
-    retries = {name: Counter[str]() for name in sums}
-    with division.together("the statistics of layers"):
-        check(terms, [name for name in sums if not _seen(sums[name])])
-        found = {}
-        for name in list(sums):
-            found[name] = means(name, sums.pop(name), terms)
-            if method == "ekfac" and "output" in found[name]:
-                decompose_(found[name], retries[name])
-    found = shared(division, found, layers_of, device)
-    if method == "ekfac":
-        correct_(found, sites, passes, folding, terms, layers_of)
-    tried = _all_of(division, retries)
-    return Curvature(
-        [
-            Layer(
-                site.name,
-                method,
-                site.view.kind,
-                site.layout,
-                found[site.name],
-                policy,
-                terms,
-                tried[site.name],
-            )
-            for site in sites
-        ]
-    )
-
-
-def _all_of(division: Division, retries: dict[str, Counter[str]]) -> dict[str, dict[str, int]]:
-    """Everybody's retries, by layer."""
-    own = {name: dict(counts) for name, counts in retries.items()}
-    if division.workers is None:
-        return own
-    every = [json.loads(text) for text in division.workers.texts(json.dumps(own))]
-    return {name: counts for each in every for name, counts in each.items()}
-
-
-def _seen(sums: Sums) -> bool:
-    return bool(sums) or (isinstance(sums, Columns) and any(sums.rows.values()))
-
-
-def _cost(site: Site) -> float:
-    """Of eigenvectors, but for a factor."""
-    blocks, outputs, inputs = site.layout.shape
-    return blocks * (outputs**3 + (inputs**3 if site.view.kind == "dense" else inputs))
-
-
-def _check(**given: tuple[str, tuple[str, ...]]) -> None:
-    for name, (value, choices) in given.items():
-        if value not in choices:
-            raise ValueError(f"{name} must be one of {choices}, got {value!r}")

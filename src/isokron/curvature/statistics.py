@@ -1,4 +1,4 @@
-"""Events folded into statistics: what K-FAC, EK-FAC, TKFAC and Shampoo keep of a layer.
+"""Statistics of a layer: the sums over data that K-FAC, EK-FAC, TKFAC and Shampoo are made of.
 
 With ā = [a; 1] where there is a bias and g̃ the gradient of a loss term, M the terms, P the uses:
 
@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from isokron.curvature.capture import Event
+from isokron.curvature.hooks import Event
 from isokron.linalg import gram_, mirror_
 
 CHUNK = 2**20  # entries of per-example gradients held at a time, which stay in a shared cache
 
-SQUARE = ("input", "output", "softmax")  # sums of which one half is kept
+SQUARE = ("input", "output", "softmax")  # sums of which only the lower half is computed
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ class Uses:
     inputs: [B, N, S, i], or numbers of columns [B, N, S] where `kind` is "index"; grads:
     [B, N, S, o], in whose place a "softmax" has its probabilities. `counted`: [N, S], False where
     no loss is taken, or None. `bias`: every input has a one after it, which is not written down: a
-    copy of all inputs would cost more than it says.
+    copy of all inputs would cost more than it says. `positions`: [N, S], where in an example of
+    `length` positions the tokens of an expert are, −1 for none; None where all positions are.
     """
 
     inputs: Tensor
@@ -40,6 +41,8 @@ class Uses:
     kind: str
     counted: Tensor | None = None
     bias: bool = False
+    positions: Tensor | None = None
+    length: int = 0
 
     def written(self) -> "Uses":
         """The same with the ones of a bias among the inputs."""
@@ -65,7 +68,7 @@ class Uses:
 
 def joined(events: Sequence[Event], dtype: torch.dtype, counted: Tensor | None) -> Uses:
     """The uses of one weight side by side, as if they were positions of one."""
-    site, view = events[0].site, events[0].site.view
+    site, view = events[0].layer, events[0].layer.view
     sizes = sorted({event.grads.size(1) for event in events})
     if len(sizes) > 1:
         raise ValueError(
@@ -78,7 +81,10 @@ def joined(events: Sequence[Event], dtype: torch.dtype, counted: Tensor | None) 
     if view.kind != "index":
         inputs = inputs.to(dtype)
     bias = view.kind == "dense" and site.layout.bias
-    return Uses(inputs, grads, view.kind, None if masks is None else torch.cat(masks, 1), bias)
+    counted = None if masks is None else torch.cat(masks, 1)
+    routed = [event.tokens for event in events if event.tokens is not None]
+    positions = torch.cat(routed, 1) if routed and routed[0].ndim == 2 else None
+    return Uses(inputs, grads, view.kind, counted, bias, positions, events[0].count)
 
 
 def _beside(parts: list[Tensor]) -> Tensor:
@@ -123,6 +129,9 @@ def reduced(uses: Uses) -> Uses:
 class Sums(dict[str, Tensor]):
     """Named sums that begin with the first thing added."""
 
+    def empty(self) -> bool:
+        return not self
+
     def into(self, name: str, like: Tensor) -> Tensor:
         """The sum under this name, zeros in the shape of `like` if there is none."""
         return self.setdefault(name, torch.zeros_like(like))
@@ -139,17 +148,8 @@ class Sums(dict[str, Tensor]):
         if name not in self:
             self[name] = values.new_zeros(len(values), size, *values.shape[2:])
         for total, column, value in zip(self[name], columns, values, strict=True):
-            known = column >= 0
-            total.index_add_(0, column[known], value[known])
-
-    def add(self, other: "Sums") -> None:
-        """Add another's sums to these; of the other nothing is left."""
-        for name in list(other):
-            value = other.pop(name)
-            if name in self:
-                self[name] += value
-            else:
-                self[name] = value
+            valid = column >= 0
+            total.index_add_(0, column[valid], value[valid])
 
 
 def covariances_(sums: Sums, uses: Uses, columns: int) -> None:
@@ -227,14 +227,14 @@ def eigenvalues_(sums: Sums, uses: Uses, bases: Sequence[Tensor | None], columns
 def _rotated(rows: Tensor, basis: Tensor, bias: bool = False) -> Tensor:
     """Rows in a basis, XQ, or [X, 1]Q with a bias. [B, N, S, d], [B, d, d]"""
     flat = rows.flatten(1, 2)  # one large product a block: a small one an example is slower
-    found = torch.baddbmm(basis[:, -1:], flat, basis[:, :-1]) if bias else flat @ basis
-    return found.unflatten(1, rows.shape[1:3])
+    rotated = torch.baddbmm(basis[:, -1:], flat, basis[:, :-1]) if bias else flat @ basis
+    return rotated.unflatten(1, rows.shape[1:3])
 
 
 def diagonal_(sums: Sums, uses: Uses, rows: Sequence[str]) -> None:
     """Squares of the gradients of examples, of weights that have one input and output each."""
-    of = {"weight": (uses.grads * uses.inputs).sum(2), "bias": uses.grads.sum(2)}  # [1, N, d]
-    squares = torch.stack([of[row].square().sum(1) for row in rows], 1)  # [1, rows, d]
+    grads = {"weight": (uses.grads * uses.inputs).sum(2), "bias": uses.grads.sum(2)}  # [1, N, d]
+    squares = torch.stack([grads[row].square().sum(1) for row in rows], 1)  # [1, rows, d]
     total = sums.into("eigenvalues", squares)
     total += squares
 
@@ -245,8 +245,8 @@ def example_gradients(inputs: Tensor, grads: Tensor, held: int = CHUNK) -> Itera
     `held`: entries at a time; what only looks at each once is faster with few, near the core.
     """
     size = inputs.size(0) * inputs.size(3) * grads.size(3)
-    some = max(1, held // size)
-    for g, a in zip(grads.split(some, 1), inputs.split(some, 1), strict=True):
+    count = max(1, held // size)
+    for g, a in zip(grads.split(count, 1), inputs.split(count, 1), strict=True):
         yield g.mT @ a
 
 
@@ -260,8 +260,8 @@ def by_column(uses: Uses) -> tuple[Tensor, Tensor]:
     grads = uses.grads[0].flatten(0, 1)
     rows = grads.new_zeros(len(keys), grads.size(1)).index_add_(0, where, grads)
     columns = keys % span - 1
-    known = columns >= 0
-    return columns[known], rows[known]
+    valid = columns >= 0
+    return columns[valid], rows[valid]
 
 
 def mirrored(sums: Sums) -> dict[str, Tensor]:

@@ -1,6 +1,13 @@
 """Structured matrices as values: factors of one side, and blocks made of them."""
 
-from isokron.operators.factors import Dense, Diagonal, Eigen, Identity, multiply
+from isokron.operators.factors import (
+    CholeskyInverse,
+    Dense,
+    Diagonal,
+    Eigen,
+    Identity,
+    multiply,
+)
 from isokron.operators.kron import Factor, Kron, KronEigen, KronThin, ScaledKron
 from isokron.operators.lowrank import LowRank
 from isokron.operators.storage import storage_device, store
@@ -13,6 +20,7 @@ from isokron.operators.woodbury import (
 )
 
 __all__ = [
+    "CholeskyInverse",
     "Dense",
     "Diagonal",
     "Eigen",

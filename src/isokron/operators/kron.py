@@ -7,10 +7,18 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from isokron.operators.factors import Dense, Diagonal, Eigen, Identity, damped_power, multiply
+from isokron.operators.factors import (
+    CholeskyInverse,
+    Dense,
+    Diagonal,
+    Eigen,
+    Identity,
+    damped_power,
+    multiply,
+)
 from isokron.operators.lowrank import LowRank
 
-Factor = Identity | Diagonal | Dense | Eigen | LowRank
+Factor = Identity | Diagonal | Dense | CholeskyInverse | Eigen | LowRank
 
 
 @dataclass(frozen=True, eq=False)

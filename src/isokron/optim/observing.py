@@ -1,6 +1,5 @@
 """Statistics of layers, gathered from the user's own forward and backward passes."""
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from math import isfinite
@@ -9,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isokron.curvature.capture import Event, Projections, Watcher
-from isokron.curvature.sites import Site, find_sites
+from isokron.curvature.hooks import Event, Projections, Watcher
+from isokron.curvature.layers import Layer as Site
+from isokron.curvature.layers import find_layers
 from isokron.curvature.statistics import (
     Sums,
     covariances_,
@@ -26,9 +26,13 @@ Bases = tuple[Tensor | None, Tensor | None]
 
 def choose_sites(model: nn.Module, layers: Iterable[str] | str | None) -> list[Site]:
     """The layers named, or all with dense inputs; none whose parameters another layer has too."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # what has no known type goes to AdamW
-        sites = find_sites(model, layers)
+    # routers and experts are not called as modules; they go to AdamW, as unknown types do
+    patterns = "*" if layers is None else layers
+    sites = [
+        layer
+        for layer in find_layers(model, patterns, max_side=None).layers
+        if layer.observed == "module" or isinstance(layer.module, nn.MultiheadAttention)
+    ]
     if layers is None:
         sites = [site for site in sites if site.view.kind == "dense"]
     names: dict[Tensor, set[str]] = {}
@@ -67,7 +71,7 @@ class Recorder(Watcher):
         """Hook all layers."""
         self.on = True
         attention: dict[nn.Module, list[Site]] = {}
-        for site in self.sites:
+        for site in self.layers:
             if isinstance(site.module, nn.MultiheadAttention):
                 attention.setdefault(site.module, []).append(site)
             else:
@@ -98,7 +102,7 @@ class Recorder(Watcher):
         for name in list(self.waiting):  # uses whose gradient never came, and those beside them
             self._fold(name)
         self.calls.clear()
-        names = [site.name for site in self.sites if site.name in self.sums]
+        names = [site.name for site in self.layers if site.name in self.sums]
         found = (
             {name: self.sums[name] for name in names},
             {name: self.terms[name] for name in names},
@@ -109,7 +113,7 @@ class Recorder(Watcher):
     def _take(self, event: Event) -> None:
         if self.over:
             self.forget()
-        name = event.site.name
+        name = event.layer.name
         backward = torch._C._current_graph_task_id()
         self.waiting.setdefault(name, []).append((backward, event))
         if len(self.waiting[name]) >= self.calls.get(name, 0):
@@ -123,7 +127,7 @@ class Recorder(Watcher):
             alike.setdefault((backward, event.grads.size(1)), []).append(event)
         sums = self.sums.setdefault(name, Rows(self.keeps.get(name, _none)))
         for events in alike.values():
-            site = events[0].site
+            site = events[0].layer
             dtype = next(site.module.parameters()).dtype
             uses = joined(events, torch.promote_types(dtype, torch.float32), None)
             self.terms[name] = self.terms.get(name, 0) + uses.grads.size(1)

@@ -12,7 +12,7 @@ from torch import nn
 from isokron.planning.families import FAMILIES, make_family
 from isokron.tasks import Task, load
 from isokron.tasks import names as task_names
-from isokron.tasks.loading import load_object
+from isokron.tasks.catalog import load_object
 
 
 def names() -> list[str]:

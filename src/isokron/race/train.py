@@ -6,7 +6,6 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,29 +13,26 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from isokron.race.optimizers import Entrant
+from isokron.optimizers_by_name import Entrant
 from isokron.race.results import Run
-from isokron.race.schedule import batch_order, digest, evaluation_steps, warmup_cosine
-from isokron.tasks.task import Task
+from isokron.tasks import Task
+from isokron.training import batch_order, digest, evaluation_loss, warmup_cosine
 
+EVALUATIONS = 25
 FAR_ABOVE = 10.0  # times the evaluation loss at the start: no run comes back from there
 UNTIMED = 3  # first steps, which pay for allocation and warm-up
-EVALUATION_BATCH = 128
+
+OnStep = Callable[[int, float], None]  # told the step and its training loss
 
 
 class Failed(Exception):
     """The optimizer itself raised."""
 
 
-@dataclass
-class Record:
-    """Measurements of a run under way."""
-
-    eval_steps: list[int] = field(default_factory=list)
-    eval_losses: list[float] = field(default_factory=list)
-    train_losses: list[float] = field(default_factory=list)
-    model_seconds: list[float] = field(default_factory=list)
-    optimizer_seconds: list[float] = field(default_factory=list)
+def evaluation_steps(steps: int) -> list[int]:
+    """About 25 evenly spaced step counts, from 0 (untrained) to `steps`."""
+    count = min(steps, EVALUATIONS - 1)
+    return sorted({round(i * steps / count) for i in range(count + 1)})
 
 
 def train(
@@ -45,20 +41,25 @@ def train(
     lr: float,
     seed: int,
     steps: int,
-    on_step: Callable[[int, float], None] = lambda step, loss: None,
+    on_step: OnStep = lambda step, loss: None,
 ) -> Run:
     """Train once. Weights and batches depend on the seed only, never on the optimizer."""
+    evaluations: dict[int, float] = {}  # step → loss
+    records: list[tuple[float, float, float]] = []  # loss, seconds of model and optimizer
+    status, message, sample, state_bytes = "finished", "", "", 0
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = task.model()
         order = batch_order(len(task.train), task.batch_size, steps, seed)
         weights, batches = digest(model.state_dict().values()), digest([order])
-        record, state_bytes = Record(), 0
-        status, message, sample = "finished", "", ""
         try:
-            optimizer = _optimizer(entrant, model, lr)
+            optimizer = _guarded(entrant.build, model, lr)
+            if not isinstance(optimizer, Optimizer):
+                raise Failed(f"built a {type(optimizer).__name__}, not a torch.optim.Optimizer")
             torch.manual_seed(seed)  # what building the optimizer drew must not shift dropout
-            _loop(task, model, optimizer, order, record, on_step)
+            for record in _steps(task, model, optimizer, order, evaluations):
+                records.append(record)
+                on_step(len(records), record[0])
             state_bytes = optimizer_bytes(optimizer)
             if task.sample is not None and seed == 0:
                 sample = task.sample(model.eval())
@@ -66,92 +67,67 @@ def train(
             status, message = "diverged", str(error)
         except Failed as error:
             status, message = "failed", str(error)
+    losses, *seconds = zip(*records, strict=True) if records else ((), (), ())
+    model_seconds, optimizer_seconds = (part[UNTIMED:] or part or (0.0,) for part in seconds)
+    # some steps of an optimizer do what the others are spared: its median would hide them
+    times = (statistics.median(model_seconds), statistics.mean(optimizer_seconds))
+    curve = (tuple(evaluations), tuple(evaluations.values()), losses)
+    digests = (weights, batches)
     return Run(
-        entrant.spec,
-        lr,
-        seed,
-        status,
-        message,
-        tuple(record.eval_steps),
-        tuple(record.eval_losses),
-        tuple(record.train_losses),
-        # some steps of an optimizer do what the others are spared: its median would hide them
-        _per_step(record.model_seconds, statistics.median),
-        _per_step(record.optimizer_seconds, statistics.mean),
-        state_bytes,
-        weights,
-        batches,
-        sample,
+        entrant.spec, lr, seed, status, message, *curve, *times, state_bytes, *digests, sample
     )
 
 
-def _loop(
-    task: Task,
-    model: nn.Module,
-    optimizer: Optimizer,
-    order: Tensor,
-    record: Record,
-    on_step: Callable[[int, float], None],
-) -> None:
-    steps = len(order)
-    schedule = _guarded(LambdaLR, optimizer, lambda step: warmup_cosine(step, steps))
-    evaluations = set(evaluation_steps(steps))
-    _evaluate(task, model, 0, record)
-    model.train()
+def _steps(
+    task: Task, model: nn.Module, optimizer: Optimizer, order: Tensor, evaluations: dict[int, float]
+) -> Iterator[tuple[float, float, float]]:
+    """The loss of every step, and the seconds of the model and of the optimizer."""
+    on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
+
+    def now() -> float:
+        if not on_cpu:
+            torch.accelerator.synchronize()  # queued work belongs to the phase that queued it
+        return time.perf_counter()
+
+    evaluated = evaluation_steps(len(order))
+    schedule = _guarded(LambdaLR, optimizer, lambda step: warmup_cosine(step, len(order)))
+    _evaluate(task, model, 0, evaluations)
     for step, indices in enumerate(order, start=1):
+        model.train()
         batch = task.train.batch(indices)
         optimizer.zero_grad()
-        start = _now(model)
+        start = now()
         loss = task.losses(model, batch).mean()
         loss.backward()
-        between = _now(model)
+        between = now()
         value = loss.item()
         if not math.isfinite(value):
             raise FloatingPointError(f"training loss became {value} at step {step}")
-        ready = _now(model)
+        ready = now()
         _guarded(optimizer.step)
-        end = _now(model)
+        end = now()
         _guarded(schedule.step)
-        record.train_losses.append(value)
-        record.model_seconds.append(between - start)
-        record.optimizer_seconds.append(end - ready)
-        on_step(step, value)
-        if step in evaluations:
-            _switch(optimizer, "eval")
-            _evaluate(task, model, step, record)
-            if step < steps:
-                _switch(optimizer, "train")
-                model.train()
+        yield value, between - start, end - ready
+        if step in evaluated:
+            # optimizers that average iterates evaluate at other weights than they train
+            _guarded(getattr(optimizer, "eval", lambda: None))
+            _evaluate(task, model, step, evaluations)
+            if step < len(order):
+                _guarded(getattr(optimizer, "train", lambda: None))
 
 
-@torch.no_grad()
-def _evaluate(task: Task, model: nn.Module, step: int, record: Record) -> None:
-    model.eval()
-    indices = torch.arange(len(task.evaluation))
-    parts = [
-        task.losses(model, task.evaluation.batch(part)) for part in indices.split(EVALUATION_BATCH)
-    ]
-    loss = torch.cat(parts).double().mean().item()
+def _evaluate(task: Task, model: nn.Module, step: int, evaluations: dict[int, float]) -> None:
+    loss = evaluation_loss(model, task)
     if not math.isfinite(loss):
         raise FloatingPointError(f"evaluation loss became {loss} at step {step}")
-    record.eval_steps.append(step)
-    record.eval_losses.append(loss)
-    start = record.eval_losses[0]
-    if loss - start > FAR_ABOVE * abs(start):
-        raise FloatingPointError(
-            f"evaluation loss rose from {start:.4g} to {loss:.4g} by step {step}"
-        )
-
-
-def _optimizer(entrant: Entrant, model: nn.Module, lr: float) -> Optimizer:
-    optimizer = _guarded(entrant.build, model, lr)
-    if not isinstance(optimizer, Optimizer):
-        raise Failed(f"built a {type(optimizer).__name__}, not a torch.optim.Optimizer")
-    return optimizer
+    evaluations[step] = loss
+    if loss - evaluations[0] > FAR_ABOVE * abs(evaluations[0]):
+        rose = f"evaluation loss rose from {evaluations[0]:.4g} to {loss:.4g} by step {step}"
+        raise FloatingPointError(rose)
 
 
 def _guarded(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call into the optimizer; its errors are its own, a non-finite number is divergence."""
+    """Call into the optimizer: its errors are its failure, a non-finite number is divergence."""
     try:
         return function(*arguments)
     except FloatingPointError:
@@ -160,40 +136,15 @@ def _guarded(function: Callable[..., Any], *arguments: Any) -> Any:
         raise Failed(f"{type(error).__name__}: {error}") from error
 
 
-def _switch(optimizer: Optimizer, mode: str) -> None:
-    """Optimizers that average iterates evaluate elsewhere than they take gradients."""
-    switch = getattr(optimizer, mode, None)
-    if switch is not None:
-        _guarded(switch)
-
-
-def _now(model: nn.Module) -> float:
-    parameter = next(model.parameters(), None)
-    if parameter is not None and parameter.device.type != "cpu":
-        torch.accelerator.synchronize()  # queued work belongs to the phase that queued it
-    return time.perf_counter()
-
-
-def _per_step(seconds: list[float], typical: Callable[[list[float]], float]) -> float:
-    timed = seconds[UNTIMED:] or seconds
-    return typical(timed) if timed else 0.0
-
-
 def optimizer_bytes(optimizer: Optimizer) -> int:
     """Bytes of all state tensors, each storage counted once."""
-    storages = {}
-    for tensor in _tensors(optimizer.state):
-        storage = tensor.untyped_storage()
-        storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
+    storages = [tensor.untyped_storage() for tensor in _tensors(optimizer.state)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
+    elif isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
             yield from _tensors(item)

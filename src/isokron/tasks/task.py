@@ -2,42 +2,39 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from isokron.tasks.shown import Shown
+from isokron.tasks.display import Shown
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     Batch: TypeAlias = tuple[Tensor, ...]
 else:
-    # torch stays unimported here, so that listing tasks is instant
+    # torch is not imported here, so that listing tasks is instant
     Batch: TypeAlias = tuple
+
+FUNCTIONS = ("sample", "logits", "show", "read", "prompt", "said")  # what a task may leave out
 
 
 @dataclass(frozen=True, eq=False)
 class Examples:
-    """Tensors of equal length, row i of each together being example i."""
+    """Tensors of equal length: example i is row i of each."""
 
     tensors: tuple[Tensor, ...]
 
     def __post_init__(self) -> None:
-        if not isinstance(self.tensors, tuple) or not self.tensors:
+        is_tuple = isinstance(self.tensors, tuple)
+        lengths = [len(tensor) for tensor in self.tensors] if is_tuple else []
+        if not lengths or len(set(lengths)) > 1 or lengths[0] == 0:
             raise ValueError(
-                "Examples needs a tuple of at least one tensor, "
-                f"got {type(self.tensors).__name__} {self.tensors!r:.60}; "
-                "write Examples((inputs, targets))"
+                "Examples needs a tuple of tensors of equal length, one row per example, got "
+                f"{type(self.tensors).__name__} of lengths {lengths}; write Examples((inputs, "
+                "targets))"
             )
-        lengths = [len(tensor) for tensor in self.tensors]
-        if len(set(lengths)) > 1:
-            raise ValueError(
-                f"Examples needs tensors of equal length, got lengths {lengths}; "
-                "give every tensor one row per example"
-            )
-        if lengths[0] == 0:
-            raise ValueError("Examples needs at least one example, got tensors of length 0")
 
     def __len__(self) -> int:
         return len(self.tensors[0])
@@ -51,23 +48,27 @@ class Examples:
 class Task:
     """A model to train on examples.
 
-    model: builds it fresh, from torch's current seed.
-    loss: one loss per example, shape [n], for a batch of n.
-    unit: what the loss measures, for labels.
-    sample: shows in words what a trained model does.
-    logits: where the loss is a cross-entropy, scores of classes, in the last dimension, and their
-    integer targets, −100 where none counts. The curvature of one prediction, and labels drawn from
-    the model, can be had of these only.
-    show: what a person sees of each example of a batch.
-    read: a batch of one example, made of a person's words.
-    ids: a name of its own for every training example; left out, they are numbered.
-    trained: whether `model` gives one that has been trained already.
+    model: makes a new model, initialized from torch's current seed.
+    evaluation: examples that are not trained on, or None.
+    loss: model, batch → one loss per example [n]. unit: what it measures, for labels.
+    sample: model → a text that shows what it does.
+    logits: where the loss is a cross-entropy: model, batch → class scores (last dimension) and
+        integer targets, −100 where none counts. Exact Fisher and token scores need it.
+    show: batch → one Shown per example.
+    read: a query in words → a batch of one example.
+    prompt: (model, prompt, completion=None, max_new_tokens=32) → a batch of one example, in which
+        only the completion has a loss, and its Shown; without a completion the model writes it.
+    said: model, batch → what the model predicts there, as text.
+    ids: a unique name per training example; empty, they are numbered.
+    lengths: tokens of each training example, for batches of examples of similar length.
+    skipped: ids of documents that were left out, having no token to predict.
+    trained: whether `model` returns a trained model.
     """
 
     name: str
     model: Callable[[], nn.Module]
     train: Examples
-    evaluation: Examples
+    evaluation: Examples | None
     loss: Callable[[nn.Module, Batch], Tensor]
     batch_size: int
     unit: str = "loss"
@@ -75,82 +76,61 @@ class Task:
     logits: Callable[[nn.Module, Batch], tuple[Tensor, Tensor]] | None = None
     show: Callable[[Batch], list[Shown]] | None = None
     read: Callable[[str], Batch] | None = None
+    prompt: Callable[..., tuple[Batch, Shown]] | None = None
+    said: Callable[[nn.Module, Batch], str] | None = None
     ids: Sequence[str] = ()
+    lengths: Sequence[int] | None = None
+    skipped: tuple[str, ...] = ()
     trained: bool = False
 
     def __post_init__(self) -> None:
-        if not self.name:
-            raise ValueError("Task needs a name, got an empty string; it labels tables and files")
-        for argument in ("train", "evaluation"):
-            value = getattr(self, argument)
-            if not isinstance(value, Examples):
-                raise TypeError(
-                    f"Task {argument} must be Examples, got {type(value).__name__}; "
-                    "wrap the tensors: Examples((inputs, targets))"
-                )
+        count = len(self.train) if isinstance(self.train, Examples) else 0
+        for argument in ("train", "evaluation", "model", "loss", *FUNCTIONS):
+            value, examples = getattr(self, argument), argument in ("train", "evaluation")
+            if value is None and argument in ("evaluation", *FUNCTIONS):
+                continue
+            if not (isinstance(value, Examples) if examples else callable(value)):
+                rule = "Examples((inputs, targets))" if examples else "a function"
+                raise TypeError(f"Task {argument} must be {rule}, got {type(value).__name__}")
         if hasattr(self.model, "parameters") and not isinstance(self.model, type):
             raise TypeError(
                 "Task model must be a function that makes a model, got a model; every run needs "
-                "a fresh one: model=lambda: MyModel(...)"
+                "a new one: model=lambda: MyModel(...)"
             )
-        for argument in ("model", "loss"):
-            if not callable(getattr(self, argument)):
-                raise TypeError(
-                    f"Task {argument} must be callable, got "
-                    f"{type(getattr(self, argument)).__name__}; pass a function"
-                )
-        optional = {
-            "logits": "of model and batch that returns scores and targets",
-            "show": "of a batch that returns one Shown an example",
-            "read": "of a text that returns a batch of one example",
-        }
-        for argument, what in optional.items():
-            value = getattr(self, argument)
-            if value is not None and not callable(value):
-                raise TypeError(
-                    f"Task {argument} must be callable or None, got {type(value).__name__}; "
-                    f"pass a function {what}"
-                )
-        if not 1 <= self.batch_size <= len(self.train):
+        if not 1 <= self.batch_size <= count:
             raise ValueError(
-                f"Task batch_size must lie between 1 and the {len(self.train)} training examples, "
-                f"got {self.batch_size}; choose a smaller batch"
+                f"Task batch_size must lie between 1 and the {count} training examples, got "
+                f"{self.batch_size}; choose a smaller batch"
             )
-        self._check_ids()
+        if self.lengths is not None and len(self.lengths) != count:
+            raise ValueError(f"Task lengths must be {count}, one per training example")
+        strings = not isinstance(self.ids, str) and all(isinstance(name, str) for name in self.ids)
+        if self.ids and not (strings and len(self.ids) == len(set(self.ids)) == count):
+            twice = [repr(name) for name, uses in Counter(self.ids).items() if uses > 1]
+            raise ValueError(
+                f"Task ids must be {count} different strings, one per training example, got "
+                f"{len(self.ids)} ({'none' if not twice else twice[0]} twice) in {self.ids!r:.60}; "
+                "leave them out and examples are numbered"
+            )
 
-    def _check_ids(self) -> None:
-        if isinstance(self.ids, str):
-            raise TypeError(f"Task ids must be a sequence of strings, got one, {self.ids!r:.60}")
-        wrong = next((name for name in self.ids if not isinstance(name, str)), None)
-        if wrong is not None:
-            raise TypeError(
-                f"Task ids must be strings, got {type(wrong).__name__} {wrong!r:.40}; "
-                "make them so: ids=[str(name) for name in ids]"
-            )
-        if len(self.ids) not in (0, len(self.train)):
+    @property
+    def held_out(self) -> Examples:
+        """The evaluation examples, or an error if the task has none."""
+        if self.evaluation is None:
             raise ValueError(
-                f"Task ids must name each of the {len(self.train)} training examples, got "
-                f"{len(self.ids)}; leave them out and examples are numbered"
+                f"task {self.name!r} has no evaluation examples: all of its data are training "
+                "data; give it some with evaluation=, or use training examples (train:0)"
             )
-        if len(set(self.ids)) < len(self.ids):
-            first: dict[str, int] = {}
-            for position, name in enumerate(self.ids):
-                if name in first:
-                    raise ValueError(
-                        f"Task ids must differ, got {name!r} at positions {first[name]} and "
-                        f"{position}; make each id unique"
-                    )
-                first[name] = position
+        return self.evaluation
 
     def losses(self, model: nn.Module, batch: Batch) -> Tensor:
         """The loss of every example of the batch, checked to be [n]."""
-        losses = self.loss(model, batch)
-        expected = (len(batch[0]),)
-        shape = getattr(losses, "shape", None)
-        if shape is None or tuple(shape) != expected:
-            got = f"shape {tuple(shape)}" if shape is not None else type(losses).__name__
+        losses, expected = self.loss(model, batch), (len(batch[0]),)
+        shape = tuple(getattr(losses, "shape", ()))
+        if shape != expected:
             raise ValueError(
-                f"task {self.name!r}: loss must return one loss per example, shape {expected}, "
-                f'got {got}; use reduction="none" and average within each example only'
+                f"task {self.name!r}: loss must return one loss per example, shape {expected}, got "
+                f"{type(losses).__name__} of shape {shape}; use "
+                'reduction="none" and average within each example only'
             )
         return losses

@@ -1,0 +1,534 @@
+"""Which training examples made a model say this: fit curvature, score queries, write a page."""
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Subset
+
+from isokron.attribution import results
+from isokron.attribution.data import (
+    Data,
+    Subject,
+    device_of,
+    rows_of,
+    show_batch,
+    spread,
+    to_device,
+)
+from isokron.attribution.evaluate import Noise
+from isokron.attribution.exact import ExactScorer
+from isokron.attribution.explanation import Explanation, token_table
+from isokron.attribution.gradients import DTYPES, SPEARMAN, StoreScorer
+from isokron.attribution.memory import Budget, MemoryPlan
+from isokron.attribution.projection import Projection
+from isokron.attribution.queries import Query, as_queries, read_queries
+from isokron.attribution.results import Scores
+from isokron.attribution.run_folder import RunFolder, check_same
+from isokron.attribution.store import Store
+from isokron.curvature import Curvature, find_layers
+from isokron.curvature import fit as fit_curvature
+from isokron.curvature.backward import probe_layers
+from isokron.curvature.fit import FISHERS, METHODS, SHARINGS
+from isokron.curvature.losses import CrossEntropy, Likelihood, Loss
+from isokron.distributed import Ranks
+from isokron.distributed.team import in_turn
+from isokron.tasks import Examples, Shown, Task
+from isokron.training import Progress, silent
+
+DAMPING = 0.1
+MODES = ("individual", "mean", "nearest")
+PASSES = 4  # over the data, above which a store is cheaper than exact scores
+
+
+class Attributor:
+    """Explains a trained model by its training data, in a folder that keeps all results.
+
+    ```python
+    a = isokron.Attributor("runs/mine", model, train_set, loss=isokron.losses.CrossEntropy())
+    a.fit("ekfac")
+    scores = a.score(queries)
+    a.report("report.html")
+    ```
+
+    A killed process loses nothing that was finished: the same calls go on from there. The model is
+    used in eval mode and is not changed.
+
+    Args:
+        folder: of the run; a new one, or one of the same model and data.
+        model: a trained model.
+        train_set: a map-style Dataset, DataLoader, list of tuples or dicts, `datasets.Dataset` or
+            `isokron.tasks.Examples`.
+        loss: one of `isokron.losses`, or a function (model, batch) → loss per example.
+        task: in the place of train_set and loss, an `isokron.Task`, which also shows its examples.
+        device: where the model is moved to; default: where it is.
+        layers: patterns of layer names, `!pattern` to exclude; default: all linear, convolution and
+            norm layers whose sides are at most max_side.
+        head: "lowrank" takes an output head larger than max_side in.
+        max_side: largest number of inputs or outputs of a layer that is taken in by default.
+        memory: bytes that may be used, by every rank; default: half of what is free, shared.
+        examples: use only so many training examples, evenly spaced.
+        source: JSON-able; where model and data come from, kept in run.json.
+        ranks: processes that share the work, in a folder that they all see.
+        progress: called with the stage, the examples done and their number.
+        data: further arguments of `isokron.attribution.Data`: collate, batch_size, lengths, ids.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        model: nn.Module,
+        train_set: Any = None,
+        *,
+        loss: Loss | Likelihood | None = None,
+        task: Task | None = None,
+        device: torch.device | str | None = None,
+        layers: str | Iterable[str] | None = None,
+        head: str = "skip",
+        max_side: int = 8192,
+        memory: int | None = None,
+        examples: int | None = None,
+        source: Mapping[str, Any] | None = None,
+        ranks: Ranks | None = None,
+        progress: Progress = silent,
+        **data: Any,
+    ) -> None:
+        model = model if device is None else model.to(device)
+        self.task, self.given = task, dict(source or {})
+        patterns = [layers] if isinstance(layers, str) else None if layers is None else list(layers)
+        self.patterns = patterns
+        selection = find_layers(model, patterns, max_side=max_side, head=head)
+        self.data = _data(train_set, task, examples, data)
+        loss, where = _loss(loss, task), device_of(model)
+        two = to_device(self.data.batch(range(min(2, len(self.data)))), where)
+        self.selection = probe_layers(model, two, loss, selection)
+        chosen = self.selection.layers
+        # of a large head the gradients are kept in the place of a covariance
+        self.lowrank = [x.name for x in chosen if x.kind == "dense" and x.shape[1] > max_side]
+        self.subject = Subject(model, chosen, loss, self.data, where, ranks, progress)
+        self.budget = Budget(self.subject, self.lowrank, memory)
+        self.weights = _digest(model)
+        origin = {
+            "given": self.given,
+            "layers": patterns,
+            "head": head,
+            "max_side": max_side,
+            "examples": len(self.data),
+            "weights": self.weights,
+            "data": self.data.digest(),
+        }
+        self.folder = RunFolder.begin(folder, origin, ranks)
+        self.exact = ExactScorer(self.subject, self.inverse)
+        self._inverses: dict[float, Curvature] = {}
+
+    def fit(
+        self,
+        method: str = "kfac",
+        *,
+        fisher: str = "empirical",
+        sharing: str = "expand",
+        examples: int | None = None,
+        seed: int = 0,
+    ) -> "Attributor":
+        """Fit the curvature of the model on its training data; load it where it is there.
+
+        Args:
+            method: "kfac", "ekfac", "tkfac" or "shampoo".
+            fisher: labels of the data ("empirical"), drawn from the model ("sampled"), or all of
+                them ("exact").
+            sharing: positions that share a weight count one by one ("expand") or together
+                ("reduce").
+            examples: fit to so many of the training examples, evenly spaced; default: all.
+            seed: of sampled labels.
+        """
+        settings: dict[str, Any] = {"method": method, "fisher": fisher, "sharing": sharing}
+        for name, choices in (("method", METHODS), ("fisher", FISHERS), ("sharing", SHARINGS)):
+            if settings[name] not in choices:
+                raise ValueError(f"{name} must be one of {choices}, got {settings[name]!r}")
+        count = len(self.data) if examples is None else examples
+        if not 1 <= count <= len(self.data):
+            raise ValueError(
+                f"examples to fit must be from 1 to the {len(self.data)} of the run, got {examples}"
+            )
+        numbers = spread(len(self.data), count)
+        self.budget.check_head(numbers)
+        self.memory_plan(method).check()
+        self.folder.enter("fit", {**settings, "examples": examples, "seed": seed})
+        if self._fitted():
+            return self
+        self.__dict__["curvature"] = fit_curvature(
+            self.subject.model,
+            self.subject.batches(self.data.plan(None if examples is None else numbers), "fit"),
+            self.subject.loss,
+            selection=self.selection,
+            policy=dict.fromkeys(self.lowrank, "all") or "none",
+            seed=seed,
+            ranks=self.subject.ranks,
+            **settings,
+        )
+        with in_turn(self.subject.ranks, "saving the curvature"):
+            if self.folder.leads:
+                self.__dict__["curvature"].save(self.folder.curvature)
+        return self
+
+    @cached_property
+    def curvature(self) -> Curvature | None:
+        """The result of `fit`; None if it was never called, and H is the identity."""
+        if self.folder.stage("fit") is None:
+            return None
+        if not self._fitted():
+            raise ValueError(
+                f"the curvature of {self.folder.path} is not finished; run: isokron fit "
+                f"{self.folder.path}"
+            )
+        return Curvature.load(self.folder.curvature, self.subject.model)
+
+    def inverse(self, damping: float = DAMPING) -> Curvature | None:
+        """H⁻¹, damped by `damping` of each layer's mean eigenvalue."""
+        if self.curvature is None:
+            return None
+        # Cholesky factors take no longer to compute than to read from disk
+        if damping not in self._inverses:
+            self._inverses[damping] = self.curvature.damped_inverse(damping)
+        return self._inverses[damping]
+
+    def _fitted(self) -> bool:
+        fitted = (self.folder.curvature / "curvature.json").exists()
+        if self.subject.ranks is not None:
+            self.subject.ranks.agree("whether the curvature is there", fitted)
+        return fitted
+
+    def memory_plan(self, method: str | None = None, queries: Sequence[Query] = ()) -> MemoryPlan:
+        """What a run with this curvature and these queries needs, computed before any pass."""
+        stage = self.folder.stage("fit") or {"method": "kfac"}
+        return self.budget.plan(method or stage["method"], queries)
+
+    def choose(self, queries: Sequence[Query]) -> tuple[bool, str]:
+        """Whether a store pays for these queries, and why.
+
+        Exact scores take a pass over the data for each block of queries that fits the memory, a
+        store takes one pass and then a product for each query: it pays from 5 passes on.
+        """
+        passes = -(-len(queries) // self.memory_plan(queries=queries).block)
+        count = f"{len(queries)} queries need" if len(queries) > 1 else "1 query needs"
+        takes = f"{passes} pass{'es' if passes > 1 else ''} over the data"
+        if passes <= PASSES:
+            return False, f"{count} {takes}, and a store pays above {PASSES} passes"
+        return True, f"{count} {takes} without one, more than {PASSES}"
+
+    @cached_property
+    def _stored(self) -> StoreScorer:
+        """Embeddings and low-rank heads never enter a projection."""
+        layers = [
+            layer
+            for layer in self.subject.layers
+            if layer.kind != "index" and layer.name not in self.lowrank
+        ]
+        if not layers:
+            raise ValueError(
+                "a store needs a linear, convolution or norm layer, and layers= selects none; "
+                "score exactly (--no-store)"
+            )
+        subject = replace(self.subject, layers=layers)
+        return StoreScorer(subject, self.curvature, ExactScorer(subject, self.inverse))
+
+    def build(
+        self,
+        dim: int | None = None,
+        *,
+        whiten: bool | None = None,
+        damping: float = DAMPING,
+        dtype: str = "float32",
+        kind: str = "rademacher",
+        seed: int = 0,
+        queries: Any = None,
+    ) -> "Attributor":
+        """Store the gradients of all training examples, to answer queries without the data.
+
+        Args:
+            dim: gradients are projected to dim × dim a layer; 0: not projected. Default: the
+                smallest power of two from 16 on whose scores have a rank correlation of 0.9 with
+                exact ones, measured on a sample.
+            whiten: fold the curvature into the rows; default: wherever it has two sides.
+            damping: of H, as a multiple of each layer's mean eigenvalue.
+            dtype: "float32", "bfloat16" or "float16".
+            kind: random numbers of the projection, "rademacher" or "normal".
+            seed: of the projection.
+            queries: for which the default dimension is chosen; default: some training examples.
+        """
+        settings: dict[str, Any] = {
+            "dim": dim,
+            "whiten": self._whitens(whiten),
+            "damping": check_damping(damping),
+            "dtype": dtype,
+            "kind": kind,
+            "seed": seed,
+        }
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {tuple(DTYPES)}, got {dtype!r}")
+        Projection(dim or 16, kind, seed)
+        limit = self.budget.limit
+        earlier = self.folder.stage("build")
+        if dim is None and earlier is not None:
+            settings["dim"] = earlier["dim"]
+        elif dim is None:
+            asked = [] if queries is None else self.queries(queries)
+            settings["dim"] = self._stored.chosen_dim(settings, asked, limit)
+        if settings["dim"] is None:
+            raise ValueError(
+                f"no projection within {limit} bytes has a rank correlation of {SPEARMAN} with "
+                "exact scores; score exactly (--no-store), or give --dim or more --memory"
+            )
+        self.folder.enter("build", settings)
+        recorded = self._recorded(settings)
+        self._stored.build(self.folder.gradients, settings, recorded, limit)
+        return self
+
+    def _whitens(self, whiten: bool | None) -> bool:
+        method = (self.folder.stage("fit") or {}).get("method")
+        sides = method not in (None, "ekfac")
+        if whiten and not sides:
+            raise ValueError(
+                "whiten=True needs curvature of two sides (kfac, tkfac or shampoo), got "
+                f"{method!r}; fit one of these, or leave whiten out"
+            )
+        return sides if whiten is None else whiten
+
+    def _recorded(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """What decides the numbers of a store."""
+        fit = self.folder.stage("fit") if settings["whiten"] else None
+        return {"build": dict(settings), "fit": fit, "weights": self.weights}
+
+    @cached_property
+    def store(self) -> Store | None:
+        """The result of `build`, checked to be of this model and these settings."""
+        settings = self.folder.stage("build")
+        if settings is None:
+            return None
+        store = Store.open(self.folder.gradients)
+        wanted = self._recorded(settings)
+        stored = {name: store.settings.get(name) for name in wanted}
+        check_same(self.folder.gradients, "store", stored, wanted)
+        return store
+
+    def score(
+        self,
+        queries: Any,
+        *,
+        mode: str = "individual",
+        unit: bool = False,
+        by_layer: bool = False,
+        damping: float | None = None,
+        store: bool | None = None,
+        top: int = 10,
+        verify: bool = False,
+        name: str | None = None,
+        why: str | None = None,
+        save: bool = True,
+    ) -> Scores:
+        """Score all training examples for queries, and write the answers into the run's folder.
+
+        Positive: training on the example lowers the query's loss.
+
+        Args:
+            queries: a list or data set of examples, each a query.
+            mode: each query by itself ("individual"), their mean gradient ("mean"), or the largest
+                score that any of them has ("nearest").
+            unit: cosines, in which the lengths of gradients do not count.
+            by_layer: write down the score of every layer too.
+            damping: of H, as a multiple of each layer's mean eigenvalue; default: 0.1, or that of
+                the store.
+            store: score with the store (True) or exactly (False); default: with a store if there
+                is one.
+            top: proponents and opponents to write down for every query, each.
+            verify: take a real training step on the top examples and measure the query's loss.
+            name: of the files; default: one that queries and settings determine.
+            why: one sentence on the choice between exact and store, for the page.
+            save: False writes nothing.
+        """
+        if mode not in MODES:
+            raise ValueError(f"mode must be one of {MODES}, got {mode!r}")
+        if top < 1:
+            raise ValueError(f"top must be at least 1, got {top}")
+        if verify and mode != "individual":
+            raise ValueError(f"verify needs mode='individual', got {mode!r}; leave one of them out")
+        asked = self.queries(queries)
+        stage = self.folder.stage("build")
+        use_store = stage is not None if store is None else store
+        if use_store and stage is None:
+            raise ValueError(
+                f"{self.folder.path} has no store; build one, or score exactly (--no-store)"
+            )
+        settings: dict[str, Any] = {"mode": mode, "unit": unit, "by_layer": by_layer}
+        settings |= {"damping": self._damping(damping, use_store), "store": use_store}
+        settings |= {"top": top, "verify": verify}
+        scores, layered, noise, losses = self._scores(asked, settings)
+        results.check_finite(scores, asked, self.data.ids)
+        layers = self._stored.subject.layers if use_store else self.subject.layers
+        names = tuple(layer.name for layer in layers)
+
+        def by_layers() -> tuple[Tensor, tuple[str, ...]]:
+            layered = self._scores(asked, {**settings, "by_layer": True})[1]
+            assert layered is not None
+            return layered, names
+
+        result = Scores.of(
+            scores,
+            self.data.ids,
+            by_layer=layered,
+            layers=names if by_layer else (),
+            noise=noise,
+            why=why or ("the run has a store" if use_store else "the default"),
+            compute={
+                "by_layer": by_layers,
+                "tokens": lambda: token_table(self, asked, result, settings),
+            },
+        )
+        if save:
+            result.answers = Explanation(self, asked, result, settings, losses, name).write()
+        return result
+
+    def _scores(
+        self, queries: list[Query], settings: Mapping[str, Any]
+    ) -> tuple[Tensor, Tensor | None, Noise | None, Tensor]:
+        mean, damping = settings["mode"] == "mean", settings["damping"]
+        options = {"mean": mean, "by_layer": settings["by_layer"], "unit": settings["unit"]}
+        plan, noise = self.memory_plan(queries=queries), None
+        if settings["store"]:
+            build = self.folder.stage("build")
+            assert build is not None
+            assert self.store is not None
+            scored = self._stored.scores(
+                self.store, build, queries, memory=self.budget.limit // 4, **options
+            )
+            if build["dim"]:
+                noise = self._stored.noise(queries, scored.scores, damping, plan.block, mean)
+        else:
+            plan.check()
+            scored = self.exact.scores(queries, damping, block=plan.block, **options)
+        scores, layered, lengths, losses = scored
+        assert losses is not None
+        if lengths is not None:
+            scores = scores / lengths
+            layered = None if layered is None else layered / lengths[:, None]
+        if settings["mode"] == "nearest":
+            best = scores.argmax(0, keepdim=True)
+            scores = scores.gather(0, best)
+            if layered is not None:
+                layered = layered.gather(0, best[:, None].expand(-1, layered.size(1), -1))
+        return scores, layered, noise, losses
+
+    def _damping(self, damping: float | None, use_store: bool) -> float:
+        stage = self.folder.stage("build") if use_store else None
+        if damping is not None:
+            check_damping(damping)
+        if stage is None or not stage["whiten"]:
+            return DAMPING if damping is None else damping
+        if damping not in (None, stage["damping"]):
+            raise ValueError(
+                f"damping {damping:g} differs from that of the whitened store, "
+                f"{stage['damping']:g}, which is folded into its rows; leave it out, or score "
+                "exactly (--no-store)"
+            )
+        return float(stage["damping"])
+
+    def queries(self, queries: Any) -> list[Query]:
+        """What `score` takes as a list of `Query`; a task also reads the texts of the commands."""
+        texts = [queries] if isinstance(queries, str) else queries
+        words = isinstance(texts, list) and texts and all(isinstance(t, str) for t in texts)
+        if words and self.task is not None:
+            return read_queries(self.task, self.subject.model, texts, ids=self.data.ids)
+        return as_queries(queries, self.data.collate, self.show)
+
+    def show(self, batch: Any) -> list[Shown]:
+        """What a person sees of the examples of a batch."""
+        if self.task is not None and self.task.show is not None:
+            return self.task.show(batch)
+        return show_batch(batch, [""] * rows_of(batch))
+
+    def projected_scores(
+        self,
+        queries: Sequence[Query],
+        dim: int,
+        *,
+        damping: float = DAMPING,
+        whiten: bool = True,
+        seed: int = 0,
+    ) -> Tensor:
+        """Scores [Q, N] that a store of this dimension would give, computed without one."""
+        settings = {"dim": dim, "kind": "rademacher", "seed": seed}
+        settings |= {"whiten": whiten, "damping": damping}
+        return self._stored.computed_scores(settings, queries, range(len(self.data)))
+
+    def self_influence(self, damping: float | None = None, store: bool | None = None) -> Tensor:
+        """⟨∇, H⁻¹∇⟩ of every training example, [N]: large for what is rare or mislabelled.
+
+        A whitened store has it as the squared lengths of its rows; else it takes a pass.
+        """
+        stage = self.folder.stage("build")
+        use_store = store is not False and stage is not None and stage["whiten"]
+        damping = self._damping(damping, use_store)
+        if use_store and self.store is not None:
+            return self._stored.self_influence(self.store, self.budget.limit // 4)
+        self.memory_plan().check()
+        return self.exact.self_influence(damping)
+
+    def report(self, path: str | Path | None = None) -> Path:
+        """Write a page of all scores of the run; it needs neither the model nor the data."""
+        from isokron.report.attribution import write_report
+
+        return write_report(self.folder.path, None if path is None else Path(path))
+
+
+def check_damping(damping: float) -> float:
+    if not 0 <= damping < float("inf"):
+        raise ValueError(f"damping must be a finite number of at least 0, got {damping!r}")
+    return damping
+
+
+def _loss(loss: Loss | Likelihood | None, task: Task | None) -> Loss | Likelihood:
+    if loss is not None:
+        return loss
+    if task is None:
+        raise ValueError(
+            "loss must be one of isokron.losses or a function (model, batch) → loss per example, "
+            "got None; give loss=isokron.losses.CrossEntropy()"
+        )
+    return task.losses if task.logits is None else CrossEntropy(task.logits)
+
+
+def _data(train_set: Any, task: Task | None, examples: int | None, options: dict[str, Any]) -> Data:
+    if train_set is None:
+        if task is None:
+            raise ValueError("train_set must be a data set, got None; give one, or a task")
+        train_set = task.train
+        options = {"ids": task.ids, "lengths": task.lengths, **options}
+    data = Data(train_set, **options)
+    if examples is None:
+        return data
+    if not 1 <= examples <= len(data):
+        raise ValueError(
+            f"examples must be from 1 to the {len(data)} training examples, got {examples}"
+        )
+    numbers = spread(len(data), examples)
+    part: Any = Subset(data.source, numbers)
+    if isinstance(data.source, Examples):
+        part = Examples(data.source.batch(torch.tensor(numbers)))
+    lengths = None if data.lengths is None else [data.lengths[n] for n in numbers]
+    ids = [data.ids[n] for n in numbers]
+    return Data(part, collate=data.collate, batch_size=data.size, lengths=lengths, ids=ids)
+
+
+def _digest(model: nn.Module) -> str:
+    """A hash of all weights and buffers."""
+    total = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        flat = tensor.detach().cpu().contiguous().flatten()
+        total.update(flat.view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()[:16]

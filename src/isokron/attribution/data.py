@@ -1,0 +1,274 @@
+"""Training data of any kind, read by number, in batches of similar length."""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from isokron.curvature.layers import Layer
+from isokron.curvature.losses import Likelihood, Loss
+from isokron.distributed import Ranks
+from isokron.tasks import Examples, Shown
+from isokron.training import Progress, silent
+
+NUMBERS = 2048  # tokens, or other numbers, that go through the model in one batch
+BATCH = 8  # examples of a batch whose size is not known
+IMAGE_CHANNELS = (1, 3)
+
+
+class Data:
+    """Examples by number.
+
+    Args:
+        source: `isokron.tasks.Examples`, a map-style Dataset, a DataLoader (its data set and
+            collate function, in the data set's order), a list of tuples or dicts, or a
+            `datasets.Dataset`.
+        collate: makes a batch of a list of examples; default: the DataLoader's, or torch's.
+        batch_size: examples in a batch; default: the DataLoader's, or as many as hold 2,048 tokens.
+        lengths: tokens of every example; batches then hold examples of similar length.
+        ids: a name for every example; default: its number.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        *,
+        collate: Callable[[list[Any]], Any] | None = None,
+        batch_size: int | None = None,
+        lengths: Sequence[int] | None = None,
+        ids: Sequence[str] = (),
+    ) -> None:
+        if isinstance(source, DataLoader):
+            collate = collate or source.collate_fn
+            batch_size = batch_size or source.batch_size
+            source = source.dataset
+        indexed = hasattr(source, "__getitem__") and not isinstance(source, IterableDataset)
+        if not indexed and not isinstance(source, Examples):
+            raise ValueError(
+                "train_set must be read by number (a map-style Dataset, a list, a DataLoader "
+                f"over one), got {type(source).__name__}; make a list of it: list(data)"
+            )
+        if batch_size is not None and batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        self.source, self.collate = source, collate or default_collate
+        self.size, self.lengths = batch_size, lengths
+        self.tokens = NUMBERS  # of a batch at most; less where memory is short
+        if not len(source):
+            raise ValueError("train_set must hold at least one example, got none")
+        if len(ids) not in (0, len(source)):
+            raise ValueError(
+                f"ids must name each of the {len(source)} examples, got {len(ids)}; leave them out "
+                "and examples are numbered"
+            )
+        if len(set(ids)) < len(ids):
+            raise ValueError("ids must differ, got some twice; leave them out to number examples")
+        self.ids = [str(name) for name in ids] or [str(number) for number in range(len(source))]
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def batch(self, numbers: Sequence[int]) -> Any:
+        """The examples of these numbers as one batch."""
+        if isinstance(self.source, Examples):
+            return self.source.batch(torch.tensor(list(numbers)))
+        return self.collate([self.source[number] for number in numbers])
+
+    def plan(self, numbers: Sequence[int] | None = None) -> list[list[int]]:
+        """The numbers in batches: by length where lengths are known, so that few are padding."""
+        order = list(range(len(self)) if numbers is None else numbers)
+        lengths = self.lengths
+        if lengths is None:
+            size = self.size or self._default_size()
+            return [order[first : first + size] for first in range(0, len(order), size)]
+        order.sort(key=lambda number: (lengths[number], number))
+        batches: list[list[int]] = []
+        for number in order:
+            # the last of a batch is the longest: all others are padded to it
+            last = batches[-1] if batches else []
+            full = self.size is not None and len(last) >= self.size
+            if not last or full or (len(last) + 1) * lengths[number] > self.tokens:
+                batches.append([])
+            batches[-1].append(number)
+        return batches
+
+    def longest(self) -> list[int]:
+        """The batch that needs most memory."""
+        lengths = self.lengths
+        batches = self.plan()
+        if lengths is None:
+            return batches[0]
+        return max(batches, key=lambda batch: len(batch) * max(lengths[n] for n in batch))
+
+    def digest(self) -> str:
+        """A hash of the names, and of all examples as they are read."""
+        total = hashlib.sha256("\0".join(self.ids).encode())
+        if isinstance(self.source, Examples):
+            _update(total, self.source.tensors)
+        else:
+            for number in range(len(self)):
+                _update(total, self.source[number])
+        return total.hexdigest()[:16]
+
+    def _default_size(self) -> int:
+        if not isinstance(self.source, Examples):
+            return BATCH
+        return max(1, min(len(self), self.tokens // max(1, self.source.tensors[0][0].numel())))
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """What is explained: a trained model, its layers, its loss and its training data."""
+
+    model: nn.Module
+    layers: list[Layer]
+    loss: Loss | Likelihood
+    data: Data
+    device: torch.device
+    ranks: Ranks | None = None
+    progress: Progress = silent
+
+    def batch(self, numbers: Sequence[int]) -> Any:
+        """Training examples on the model's device."""
+        return to_device(self.data.batch(numbers), self.device)
+
+    def batches(self, numbers: list[list[int]], stage: str | None = None) -> "Batches":
+        return Batches(self, numbers, stage)
+
+
+@dataclass(frozen=True, eq=False)
+class Batches:
+    """Batches of training examples on a device, to be gone over any number of times."""
+
+    subject: Subject
+    numbers: list[list[int]]
+    stage: str | None = None
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, part: slice) -> "Batches":
+        return Batches(self.subject, self.numbers[part], self.stage)
+
+    def __iter__(self) -> Iterator[Any]:
+        progress = silent if self.stage is None else self.subject.progress
+        done, total = 0, sum(map(len, self.numbers))
+        progress(self.stage or "", 0, total)
+        for numbers in self.numbers:
+            yield self.subject.batch(numbers)
+            done += len(numbers)
+            progress(self.stage or "", done, total)
+
+
+def spread(total: int, count: int) -> list[int]:
+    """Numbers of `count` of `total` examples, evenly spaced."""
+    return [number * total // count for number in range(count)]
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """A batch with all its tensors on the device."""
+    if isinstance(batch, Tensor):
+        return batch.to(device)
+    if isinstance(batch, Mapping):
+        moved = {key: to_device(value, device) for key, value in batch.items()}
+        return moved if type(batch) is dict else type(batch)(moved)  # type: ignore[call-arg]
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(value, device) for value in batch))
+    if isinstance(batch, tuple | list):
+        return type(batch)(to_device(value, device) for value in batch)
+    return batch
+
+
+def first_tensor(batch: Any) -> Tensor:
+    """The tensor that says how large a batch is."""
+    values = batch.values() if isinstance(batch, Mapping) else batch
+    values = [values] if isinstance(values, Tensor) else values
+    for value in values:
+        if isinstance(value, Tensor):
+            return value
+    raise ValueError(
+        f"a batch must hold a tensor, got {type(batch).__name__} without one; give examples that "
+        "the loss can be called with, or a collate function"
+    )
+
+
+def rows_of(batch: Any) -> int:
+    """Examples of a batch."""
+    first = first_tensor(batch)
+    return len(first) if first.ndim else 1
+
+
+def size_of(batch: Any) -> int:
+    """Numbers, such as tokens, of a batch."""
+    return max(1, first_tensor(batch).numel())
+
+
+def device_of(model: nn.Module) -> torch.device:
+    return next((param.device for param in model.parameters()), torch.device("cpu"))
+
+
+def show_batch(batch: Any, names: Sequence[str]) -> list[Shown]:
+    """What can be shown of examples without a `show` of the user's: text, image and label."""
+    fields = dict(batch) if isinstance(batch, Mapping) else dict(enumerate(_listed(batch)))
+    shown = []
+    for row, name in enumerate(names):
+        values = {key: _row(value, row, len(names)) for key, value in fields.items()}
+        texts = [value for value in values.values() if isinstance(value, str)]
+        images = [image for value in values.values() if (image := _image(value)) is not None]
+        labels = [v for key, v in values.items() if key in ("label", "labels", 1) and _number(v)]
+        label = str(int(labels[0])) if labels else ""
+        image = images[0] if images else None
+        shown.append(Shown(tokens=tuple(texts[:1]), image=image, label=label, title=name))
+    return shown
+
+
+def _listed(batch: Any) -> Sequence[Any]:
+    return batch if isinstance(batch, tuple | list) else (batch,)
+
+
+def _row(value: Any, row: int, rows: int) -> Any:
+    listed = isinstance(value, Tensor | tuple | list) and len(value) == rows
+    return value[row] if listed else None
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int) or (
+        isinstance(value, Tensor) and value.ndim == 0 and not value.is_floating_point()
+    )
+
+
+def _image(value: Any) -> Tensor | None:
+    """uint8 [h, w] or [h, w, 3] of a floating image, scaled to its own range."""
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return None
+    if value.ndim == 3 and value.size(0) in IMAGE_CHANNELS:
+        value = value[0] if value.size(0) == 1 else value.movedim(0, -1)
+    if value.ndim != 2 and not (value.ndim == 3 and value.size(-1) == 3):
+        return None
+    value = value.detach().cpu().float()
+    low, high = value.min(), value.max()
+    return ((value - low) / (high - low).clamp_min(1e-12) * 255).round().to(torch.uint8)
+
+
+def _update(total: Any, value: Any) -> None:
+    """Add one value of an example to a hash: its type, shape and bytes."""
+    if isinstance(value, Tensor):
+        total.update(f"{value.dtype} {tuple(value.shape)} ".encode())
+        flat = value.detach().cpu().contiguous().flatten()
+        total.update(flat.view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, Mapping):
+        for key in value:
+            total.update(f"{key}=".encode())
+            _update(total, value[key])
+    elif isinstance(value, tuple | list):
+        total.update(f"{len(value)}:".encode())
+        for part in value:
+            _update(total, part)
+    elif hasattr(value, "tobytes"):  # an array or an image
+        total.update(f"{type(value).__name__} {getattr(value, 'shape', '')} ".encode())
+        total.update(value.tobytes())
+    else:
+        total.update(f"{value!r};".encode())

@@ -1,1 +1,0 @@
-"""How far scores can be trusted."""

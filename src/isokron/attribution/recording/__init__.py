@@ -1,1 +1,0 @@
-"""Gradients kept while a model is trained."""

@@ -1,1 +1,0 @@
-"""Gradient stores on disk."""

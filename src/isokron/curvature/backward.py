@@ -1,0 +1,388 @@
+"""Passes over data that show what layers see, and leave the model as it was."""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isokron.curvature.hooks import Event, Watcher, by_example, without_autocast
+from isokron.curvature.layers import Layer, Selection
+from isokron.curvature.losses import CrossEntropy, Likelihood, Loss, terms_and_weights
+from isokron.curvature.statistics import Uses, joined
+
+Fold = Callable[[Layer, Uses], None]
+
+
+class Passes:
+    """Forward and backward passes over the data, in eval mode.
+
+    Labels that are drawn differ in the next pass: eigenvalues measured on the draws that a basis
+    was made of would be those of the draws, not of the model.
+
+    Args:
+        fisher: labels are the data's ("empirical"), drawn from the model ("sampled") or all
+            ("exact").
+        dtype: of the uses that are folded.
+        batch_dim: the dimension of inputs and loss terms that counts examples.
+        masks: uses say which positions count. Products of gradients and inputs do not need it.
+        record: keep `losses` [N] and `token_losses` [N, S] of the last batch, each times its
+            weight; the latter is None where examples have one term each.
+        weighting: a term of weight w has its gradient times √w ("sqrt", so that Σ gg' is weighted
+            by w) or times w ("linear": gradients of Σ w·loss).
+        first: number of the first batch among those of all ranks, which seeds drawn labels by
+            batch; None draws them in one sequence.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Iterable[Any],
+        loss: Loss | Likelihood,
+        layers: list[Layer],
+        *,
+        fisher: str = "empirical",
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+        batch_dim: int = 0,
+        masks: bool = True,
+        record: bool = False,
+        weighting: str = "sqrt",
+        first: int | None = None,
+    ) -> None:
+        if weighting not in ("sqrt", "linear"):
+            raise ValueError(f"weighting must be 'sqrt' or 'linear', got {weighting!r}")
+        self.model, self.batches, self.loss, self.layers = model, batches, loss, layers
+        self.fisher, self.dtype, self.seed, self.batch_dim = fisher, dtype, seed, batch_dim
+        self.masks, self.record, self.weighting, self.first = masks, record, weighting, first
+        self.generator = torch.Generator().manual_seed(seed)
+        self.losses = torch.zeros(0)
+        self.token_losses: Tensor | None = None
+        self.passes = 0  # over the data
+        self.count = 0.0  # sum of the weights of the last batch
+        self.examples: int | None = None  # of the last batch, where that is known
+        self.terms = 0  # of the last batch
+        self.counted: Tensor | None = None
+        self.waiting: dict[str, list[Event]] = {}
+        self.reached: set[str] = set()  # layers that had a gradient in this pass over the data
+        self.head: Event | None = None  # with probabilities in the place of gradients
+
+    def over(
+        self, fold: Fold, after: Callable[[], None] = lambda: None, *, check: bool = True
+    ) -> float:
+        """Fold the uses of every layer in every backward pass; returns the number of loss terms.
+
+        after: called at the end of a batch, which may have had many backward passes.
+        check: refuse data without terms and layers without gradients.
+        """
+        terms = 0.0
+        self.reached.clear()
+        self.watcher = Watcher(self.layers, functools.partial(self._take, fold), self.batch_dim)
+        with unchanged(self.model), torch.enable_grad():
+            for number, batch in enumerate(self.batches, self.first or 0):
+                if self.first is not None:
+                    self.generator.manual_seed(_mixed(self.seed, number, self.passes))
+                self._pass(batch, fold)
+                with self.plain():
+                    after()
+                terms += self.count
+        self._idle(fold, after)
+        self.passes += 1
+        if check:
+            check_reached(terms, [x.name for x in self.layers if x.name not in self.reached])
+        return terms
+
+    @contextmanager
+    def plain(self) -> Iterator[None]:
+        """Statistics are no part of what the user has put under autocast."""
+        with torch.no_grad(), without_autocast(next(self.model.parameters()).device.type):
+            yield
+
+    def _pass(self, batch: Any, fold: Fold) -> None:
+        """The forward and the backward passes of one batch."""
+        closed_form = self.fisher == "exact" and isinstance(self.loss, CrossEntropy)
+        self.watcher.products = [] if closed_form else None
+        self.watcher.calls.clear()
+        self.head = None
+        with self.watcher:
+            self._backward_passes(batch, fold)
+        self.watcher.products = None
+        if self.head is not None and self.count:
+            self.reached.add(self.head.layer.name)
+            self._fold(fold, [self.head], "softmax")
+
+    def _backward_passes(self, batch: Any, fold: Fold) -> None:
+        # a function of its own: the graph is freed when it ends, before the next batch has one
+        for total, again in self._totals(batch):
+            if not self.count:  # no term to start from, and maybe no example at all
+                return
+            _backward(total, again)
+            # fewer gradients than uses: some were computed twice, or led nowhere
+            for events in self.waiting.values():
+                self._fold(fold, events)
+            self.waiting.clear()
+
+    def _take(self, fold: Fold, event: Event) -> None:
+        name = event.layer.name
+        if self.head is not None and name == self.head.layer.name:
+            return
+        self.reached.add(name)
+        events = self.waiting.setdefault(name, [])
+        events.append(event)
+        if len(events) >= self.watcher.calls[name]:
+            self._fold(fold, self.waiting.pop(name))
+
+    def _fold(self, fold: Fold, events: list[Event], kind: str | None = None) -> None:
+        with self.plain():
+            grouped = [
+                by_example(event, self.examples, self.terms, self.batch_dim) for event in events
+            ]
+            mask = self.counted if self.masks else None
+            uses = joined(grouped, self.dtype, mask)
+            # positions that only fill up an expert's rows are no inputs
+            if uses.positions is not None and self.masks:
+                mask = uses.positions >= 0
+                uses = replace(uses, counted=mask if uses.counted is None else uses.counted & mask)
+            fold(events[0].layer, uses if kind is None else replace(uses, kind=kind))
+
+    def _idle(self, fold: Fold, after: Callable[[], None]) -> None:
+        """Experts that no token of the data was sent to have one gradient, of zeros."""
+        idle = [x for x in self.layers if x.observed == "experts" and x.name not in self.reached]
+        self.reached |= {layer.name for layer in idle}
+        if not idle or not self.masks:
+            return
+        self.count = 0.0
+        with self.plain():
+            for layer in idle:
+                _, outputs, inputs = layer.shape
+                zeros = next(layer.module.parameters()).new_zeros(1, 1, 1, max(layer.shape))
+                x, grads = zeros[..., : inputs - layer.layout.bias], zeros[..., :outputs]
+                fold(layer, joined([Event(layer, x, grads)], self.dtype, None))
+            after()
+
+    def _totals(self, batch: Any) -> Iterator[tuple[Tensor, bool]]:
+        """Scalars to go back from, and whether their graph is needed again."""
+        loss = self.loss
+        if not isinstance(loss, Likelihood):
+            terms, weights = terms_and_weights(loss(self.model, batch))
+            self._count(weights, batch)
+            yield self._weighted(terms, weights), False
+            return
+        outputs, targets = loss.forward(self.model, batch)
+        weights = loss.weights(targets)
+        self._count(weights, batch)
+        fixed = outputs.detach()
+        if self.fisher == "exact":
+            self.head = self._softmax(fixed, weights)
+            if self.head is not None and len(self.layers) == 1:
+                return
+            for part in _one_term_each(weights, self.batch_dim):
+                for root in loss.roots(fixed):
+                    slopes = root * part.sqrt().to(root.dtype).unsqueeze(-1)
+                    yield Sloped.apply(outputs, slopes), True
+            return
+        if self.fisher == "sampled":
+            # drawn on the host: the same labels on every device
+            shape = loss.drawn(fixed)
+            uniform = torch.rand(shape, generator=self.generator, dtype=torch.float64)
+            targets = loss.draw(fixed, uniform.to(fixed.device))
+        if type(loss) is not CrossEntropy:  # a subclass may have terms of its own
+            terms, weights = terms_and_weights((loss.terms(outputs, targets), weights))
+            yield self._weighted(terms, weights), False
+            return
+        terms, slopes = loss.terms_and_slopes(fixed, targets)
+        self._record(terms, weights)
+        if self.counted is not None:  # weights are 0 or 1
+            slopes *= weights.reshape(*slopes.shape[:-1], 1).to(slopes.dtype)
+        total = Sloped.apply(outputs, slopes)
+        del outputs, fixed, slopes  # logits of a large vocabulary are freed in the backward pass
+        yield total, False
+
+    def _weighted(self, terms: Tensor, weights: Tensor) -> Tensor:
+        self._record(terms, weights)
+        return (terms * (weights.sqrt() if self.weighting == "sqrt" else weights)).sum()
+
+    def _record(self, terms: Tensor, weights: Tensor) -> None:
+        if self.record:
+            rows = self._rows(terms.detach() * weights)
+            self.losses = rows.sum(1)
+            self.token_losses = rows if rows.size(1) > 1 else None
+
+    def _rows(self, terms: Tensor) -> Tensor:
+        """[N, S]: terms by example."""
+        if terms.ndim > 1:
+            terms = terms.movedim(self.batch_dim, 0)
+        examples = len(terms) if self.examples is None else self.examples
+        # a batch may be empty, where −1 would be any number
+        return terms.reshape(examples, terms.numel() // max(1, examples))
+
+    def _softmax(self, logits: Tensor, weights: Tensor) -> Event | None:
+        """The use of the layer that made the logits, if one did, with rows √w·p for gradients: the
+        exact Fisher of a softmax needs no more. Its only outputs must be these logits."""
+        uses = self.watcher.products or []
+        for layer, x, outputs, versions in uses:
+            same = (
+                outputs.data_ptr() == logits.data_ptr()
+                and outputs.numel() == logits.numel()
+                and outputs.size(-1) == logits.size(-1)
+                and outputs.is_contiguous()
+                and logits.is_contiguous()
+                and versions == (x._version, outputs._version)
+            )
+            if same and sum(use[0] is layer for use in uses) == 1:
+                wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+                rows = wide.softmax(-1) * weights.sqrt().to(wide.dtype).unsqueeze(-1)
+                view, dim = layer.view, self.batch_dim
+                return Event(layer, view.inputs(x, dim), view.outputs(rows.view_as(outputs), dim))
+        return None
+
+    def _count(self, weights: Tensor, batch: Any) -> None:
+        """Remember how many terms count, which, and of how many examples."""
+        self.count, self.terms = float(weights.sum()), weights.numel()
+        self.examples = _examples(weights, batch, self.batch_dim)
+        counted = weights > 0
+        self.counted = None if bool(counted.all()) else self._rows(counted)
+
+
+def probe_layers(
+    model: nn.Module, batch: Any, loss: Loss | Likelihood, selection: Selection, batch_dim: int = 0
+) -> Selection:
+    """The selection without layers whose gradients cannot be told apart by example.
+
+    One forward and backward pass over `batch`, of the loss of one example: rows of all others must
+    have no gradient. Layers that the loss does not use, or that are not called as modules, are left
+    out too.
+    """
+    passes = Passes(model, [batch], loss, selection.layers, batch_dim=batch_dim)
+    reasons: dict[str, str] = {}
+    reached: set[str] = set()
+    example = 0  # whose loss is taken
+
+    def sink(event: Event) -> None:
+        name = event.layer.name
+        reached.add(name)
+        try:
+            grads = by_example(event, passes.examples, passes.terms, batch_dim).grads
+        except ValueError as error:
+            reasons[name] = str(error).partition(": ")[2].partition(";")[0]
+            return
+        leaked = grads.abs().amax((0, 2, 3)).ne(0)  # [N]
+        leaked[example : example + 1] = False
+        if passes.examples is not None and bool(leaked.any()):
+            reasons[name] = "mixes examples"
+
+    watcher = Watcher(selection.layers, sink, batch_dim)
+    with unchanged(model), torch.enable_grad(), watcher:
+        if isinstance(loss, Likelihood):
+            outputs, targets = loss.forward(model, batch)
+            terms, weights = loss.terms(outputs, targets), loss.weights(targets)
+        else:
+            terms, weights = terms_and_weights(loss(model, batch))
+        passes._count(weights, batch)
+        if not passes.count:
+            return selection
+        example = int(passes._rows(weights).sum(1).ne(0).int().argmax())
+        _backward(passes._rows(terms * weights)[example].sum())
+    for layer in selection.layers:
+        # an expert may have no token in this batch, and some in the next
+        if layer.name not in reached and layer.observed != "experts":
+            called = layer.name in watcher.calls
+            reasons[layer.name] = "not used by the loss" if called else "its module is not called"
+    return selection.without(reasons)
+
+
+def _examples(weights: Tensor, batch: Any, batch_dim: int) -> int | None:
+    """How many examples a batch has. Terms of one dimension may be those of all positions: then
+    it is the size of the batch's first tensor of two dimensions, if that divides them."""
+    if weights.ndim > 1:
+        return weights.size(batch_dim)
+    tensors = sorted(_tensors(batch), key=lambda x: x.ndim < 2)
+    if not tensors:
+        return None
+    size = tensors[0].size(batch_dim if tensors[0].ndim > batch_dim else 0)
+    return size if size and len(weights) % size == 0 else None
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        if batch.ndim:
+            yield batch
+    elif isinstance(batch, Mapping):
+        yield from _tensors(list(batch.values()))
+    elif isinstance(batch, Sequence) and not isinstance(batch, str):
+        for item in batch:
+            yield from _tensors(item)
+
+
+def check_reached(terms: float, missing: list[str]) -> None:
+    """Refuse passes without a term that counted, or with layers that no gradient came to."""
+    if terms == 0:
+        raise ValueError("batches must hold at least one loss term that counts, got none")
+    if missing:
+        raise ValueError(
+            f"no gradient ever came to {', '.join(missing)}: the loss does not use it; leave it "
+            f"out by layers='{','.join('!' + name for name in missing)}'"
+        )
+
+
+def _mixed(seed: int, number: int, passes: int) -> int:
+    """A seed for one batch in one pass, whichever batches came before it."""
+    return (seed + number * 0x9E3779B97F4A7C15 + passes * 0xD1B54A32D192ED03) % 2**63
+
+
+def _one_term_each(weights: Tensor, batch_dim: int) -> Iterator[Tensor]:
+    """Weights of one term an example at a time: labels of others are independent of its own."""
+    if weights.ndim == 1:
+        yield weights
+        return
+    first = weights.movedim(batch_dim, 0)
+    flat = first.reshape(len(first), -1)
+    for place in range(flat.size(1)):
+        if bool(flat[:, place].any()):
+            part = torch.zeros_like(flat)
+            part[:, place] = flat[:, place]
+            yield part.view(first.shape).movedim(0, batch_dim)
+
+
+class Sloped(torch.autograd.Function):
+    """A number, of no meaning itself, that has these gradients in the outputs: Σ outputs ⊙ slopes
+    would have them too, at the cost of two more copies."""
+
+    @staticmethod
+    def forward(ctx: Any, outputs: Tensor, slopes: Tensor) -> Tensor:
+        ctx.save_for_backward(slopes)
+        return outputs.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.saved_tensors[0], None
+
+
+def _backward(total: Tensor, again: bool = False) -> None:
+    if not total.requires_grad:
+        raise ValueError(
+            "the loss does not depend on any of the layers observed; name in `layers` those that "
+            "it uses"
+        )
+    total.backward(retain_graph=again)
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Eval mode and no gradients of parameters within the context; both are restored after it."""
+    modes = [(module, module.training) for module in model.modules()]
+    learned = [param for param in model.parameters() if param.requires_grad]
+    model.eval()
+    for param in learned:
+        param.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for param in learned:
+            param.requires_grad_(True)
+        # one by one: train() would set all modules below to the same mode
+        for module, mode in modes:
+            module.training = mode

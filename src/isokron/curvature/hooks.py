@@ -1,0 +1,369 @@
+"""Inputs of layers and gradients of their outputs, observed in a forward and a backward pass."""
+
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.backends import mha
+from torch.nn import functional
+
+from isokron.curvature.layers import PARTS, Layer, all_layers, matches, parse_patterns
+
+
+@dataclass(frozen=True, eq=False)
+class Event:
+    """One use of a layer.
+
+    inputs: [B, N, S, i], or numbers of columns [B, N, S]; grads: of its outputs, [B, N, S, o]. Of
+    an expert, every token routed to it is an example: `tokens` [N] are their numbers among all
+    `count` tokens of the batch; regrouped by example, [N, S] are their positions in it, and −1
+    where rows were filled up.
+    """
+
+    layer: Layer
+    inputs: Tensor
+    grads: Tensor
+    tokens: Tensor | None = None
+    count: int = 0
+
+
+Sink = Callable[[Event], None]
+
+
+@contextmanager
+def capture(
+    model: nn.Module,
+    layers: Iterable[str] | str | None = None,
+    *,
+    sink: Sink | None = None,
+    batch_dim: int = 0,
+) -> Iterator[list[Event]]:
+    """Observe the layers that `layers` names, or all of known types, within a context.
+
+    The context is a list that fills in backward passes, or stays empty where a `sink` takes events.
+    A weight that is used several times has one event a use. Nothing is written onto modules, and
+    backward passes after the context has ended are not observed.
+
+    Args:
+        layers: patterns as of `find_layers`, here for any layer: embeddings, heads, tied weights.
+        batch_dim: the dimension of inputs that counts examples; all others but the last are
+            positions.
+    """
+    candidates, _ = all_layers(model)
+    included, excluded = parse_patterns(layers, model, candidates)
+    wanted = [x for x in candidates if not included or matches(x.name, included)]
+    wanted = [x for x in wanted if not matches(x.name, excluded)]
+    if not wanted:
+        raise ValueError(f"no layer to observe in {type(model).__name__} with layers={layers!r}")
+    events: list[Event] = []
+    with Watcher(wanted, events.append if sink is None else sink, batch_dim):
+        yield events
+
+
+class Watcher:
+    """Hooks on modules, within a context.
+
+    `calls`: uses of each layer, with a graph or without one: reentrant checkpointing first computes
+    without, and gradients come later. `products`: inputs, outputs and versions of both for every
+    use of a linear layer, where a list is set.
+    """
+
+    def __init__(self, layers: list[Layer], sink: Sink, batch_dim: int = 0) -> None:
+        self.layers, self.sink, self.batch_dim = layers, sink, batch_dim
+        self.calls: dict[str, int] = {}
+        self.products: list[tuple[Layer, Tensor, Tensor, tuple[int, int]]] | None = None
+        self.handles: list[Any] = []
+        self.on = False
+        self.contexts = ExitStack()
+
+    def __enter__(self) -> "Watcher":
+        self.on = True
+        experts: dict[nn.Module, list[Layer]] = {}
+        try:
+            for layer in self.layers:
+                if layer.observed == "module":
+                    self._hook(layer.module, functools.partial(self._watch_module, layer))
+                elif layer.observed == "experts":
+                    experts.setdefault(layer.module, []).append(layer)
+            for module, layers in experts.items():
+                self._hook(module, functools.partial(self._watch_experts, layers))
+            # past this, whatever was entered is left again in __exit__
+            self.contexts.enter_context(_parts_called())
+            products = [layer for layer in self.layers if layer.observed == "product"]
+            if products:
+                self.contexts.enter_context(Projections(self, products))
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.on = False
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+        self.contexts.close()
+
+    def _hook(self, module: nn.Module, take: Callable[..., None]) -> None:
+        def called(
+            _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any
+        ) -> None:
+            take(outputs, *args, *kwargs.values())
+
+        self.handles.append(module.register_forward_hook(called, with_kwargs=True))
+
+    def _watch_module(self, layer: Layer, outputs: Tensor, inputs: Tensor, *_: Any) -> None:
+        self.watch(layer, inputs, outputs)
+        if self.products is not None and layer.is_linear:
+            versions = inputs._version, outputs._version
+            self.products.append((layer, inputs.detach(), outputs.detach(), versions))
+
+    def _watch_experts(
+        self, layers: list[Layer], outputs: Tensor, x: Tensor, index: Tensor, weights: Tensor
+    ) -> None:
+        self._await(layers, x, outputs, functools.partial(expert_events, layers, x, index, weights))
+
+    def watch(
+        self,
+        layer: Layer,
+        inputs: Tensor,
+        outputs: Tensor,
+        batch_dim: int | None = None,
+        part: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        """Report this use of a layer when the gradient of its outputs is known.
+
+        part: takes the layer's part of that gradient, where the output has several.
+        """
+        dim = self.batch_dim if batch_dim is None else batch_dim
+        view, x = layer.view, inputs.detach()
+
+        def events(grad: Tensor) -> Iterator[Event]:
+            grad = grad if part is None else part(grad)
+            yield Event(layer, view.inputs(x, dim), view.outputs(grad, dim))
+
+        self._await([layer], inputs, outputs, events)
+
+    def _await(
+        self,
+        layers: list[Layer],
+        inputs: Tensor,
+        outputs: Tensor,
+        events: Callable[[Tensor], Iterator[Event]],
+    ) -> None:
+        for layer in layers:
+            self.calls[layer.name] = self.calls.get(layer.name, 0) + 1
+        if not torch.is_grad_enabled():
+            return
+        if not outputs.requires_grad:
+            # all parameters before it are frozen, but what comes after needs its gradient
+            Begin.apply(outputs, torch.empty(0, device=outputs.device, requires_grad=True))
+        # shares memory and version with the input, and no graph
+        x, version = inputs.detach(), inputs._version
+
+        def report(grad: Tensor) -> None:
+            if not self.on:
+                return
+            if x._version != version:
+                raise RuntimeError(
+                    f"the input of {layers[0].name!r} was changed in place after the layer used "
+                    "it, and is not known any more; make that operation out of place"
+                )
+            with torch.no_grad(), without_autocast(grad.device.type):
+                for event in events(grad.detach()):
+                    self.sink(event)
+
+        outputs.register_hook(report)
+
+
+def expert_events(
+    layers: list[Layer], x: Tensor, index: Tensor, weights: Tensor, grad: Tensor
+) -> Iterator[Event]:
+    """What each expert's two products see, computed again: the module makes them in one kernel.
+
+    y_t = Σ_k w_tk · W_down gate(W_up x_t), with expert index_tk in slot k of token t.
+    x, grad: [T, d]; index, weights: [T, K].
+    """
+    module: Any = layers[0].module
+    by_name = {tuple(layer.name.split(".")[-2:]): layer for layer in layers}
+    up, slots = "gate_up_proj" if module.has_gate else "up_proj", index.size(1)
+    x, flat = x.detach(), index.flatten()
+    # routers that spread experts over ranks mark what is elsewhere by numbers past the last
+    counts = torch.bincount(flat, minlength=module.down_proj.size(0)).tolist()
+    for expert, rows in enumerate(flat.argsort(stable=True).split(counts)):
+        pair = by_name.get((str(expert), up)), by_name.get((str(expert), "down_proj"))
+        if not len(rows) or pair == (None, None):
+            continue
+        tokens = rows // slots
+        inputs = x[tokens]
+        hidden = _product(module, up, expert, inputs)
+        # only the gate is differentiated: the two products are known
+        with torch.enable_grad():
+            hidden.requires_grad_()
+            gated = module._apply_gate(hidden) if module.has_gate else module.act_fn(hidden)
+        grads = (grad[tokens] * weights.detach().flatten()[rows, None]).to(gated.dtype)
+        weight = module.down_proj[expert].detach()
+        gated_grads = grads @ (weight.mT if module.is_transposed else weight)
+        (hidden_grads,) = torch.autograd.grad(gated, hidden, gated_grads)
+        for layer, a, g in zip(pair, (inputs, gated.detach()), (hidden_grads, grads), strict=True):
+            if layer is not None:
+                yield Event(layer, a[None, :, None], g[None, :, None], tokens, len(x))
+
+
+def _product(module: Any, part: str, expert: int, inputs: Tensor) -> Tensor:
+    weight = getattr(module, part)[expert].detach()
+    bias = getattr(module, f"{part}_bias")[expert].detach() if module.has_bias else None
+    return functional.linear(inputs, weight.mT if module.is_transposed else weight, bias)
+
+
+def by_example(event: Event, examples: int | None, terms: int = 0, batch_dim: int = 0) -> Event:
+    """An event with as many examples as the batch.
+
+    Layers that see flattened tokens have N·S rows, example by example (or position by position,
+    where examples are the second dimension); experts have those routed to them.
+    """
+    rows = event.grads.size(1)
+    if examples is None or (event.tokens is None and rows == examples):
+        return event
+    count = rows if event.tokens is None else event.count
+    # fewer positions than loss terms: as of an embedding of positions that all examples share
+    if examples == 0 or count % examples or count * event.grads.size(2) < max(examples, terms):
+        name = event.layer.name
+        raise ValueError(
+            f"layer {name!r}: {count} rows for {examples} examples cannot be told apart by "
+            f"example; give it an input for every example, or leave it out by layers='!{name}'"
+        )
+    if event.tokens is None:
+        split = (examples, -1) if batch_dim == 0 else (-1, examples)
+
+        def regrouped(x: Tensor) -> Tensor:
+            x = x.unflatten(1, split)
+            return (x if batch_dim == 0 else x.transpose(1, 2)).flatten(2, 3)
+
+        return replace(event, inputs=regrouped(event.inputs), grads=regrouped(event.grads))
+    # rows of one example side by side, and zeros up to the longest
+    tokens, length = event.tokens, count // examples
+    owner, position = tokens // length, tokens % length
+    if batch_dim:
+        owner, position = tokens % examples, tokens // examples
+    order = owner.argsort(stable=True)
+    sizes = torch.bincount(owner, minlength=examples)
+    place = torch.arange(rows, device=owner.device) - (sizes.cumsum(0) - sizes)[owner[order]]
+    mask = torch.arange(int(sizes.max()), device=owner.device) < sizes[:, None]  # [N, S]
+
+    def filled(x: Tensor) -> Tensor:
+        outputs = x.new_zeros(len(x), *mask.shape, x.size(-1))
+        outputs[:, owner[order], place] = x[:, order, 0]
+        return outputs
+
+    positions = tokens.new_full(mask.shape, -1)
+    positions[owner[order], place] = position[order]
+    parts = filled(event.inputs), filled(event.grads)
+    return Event(event.layer, *parts, positions, length)
+
+
+def without_autocast(device: str) -> AbstractContextManager[Any]:
+    """Statistics are no part of what the user has put under autocast, which some devices lack."""
+    active = torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if active else nullcontext()
+
+
+class Begin(torch.autograd.Function):
+    """The begin of a graph. Unlike a leaf, what comes out of it may be changed in place."""
+
+    @staticmethod
+    def forward(ctx: Any, outputs: Tensor, learned: Tensor) -> Tensor:
+        ctx.mark_dirty(outputs)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+@contextmanager
+def _parts_called() -> Iterator[None]:
+    """Modules call their parts one by one: no fast path of attention, no compiled graph."""
+    before = mha.get_fastpath_enabled()
+    mha.set_fastpath_enabled(False)
+    # importing torch._dynamo takes seconds; nothing is compiled where nobody has
+    compiled = "torch._dynamo" in sys.modules
+    try:
+        with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
+            yield
+    finally:
+        mha.set_fastpath_enabled(before)
+
+
+class Projections:
+    """Products torch.nn.functional.linear(·, weight) within attention and routers.
+
+    It stands in for that function within its context. Inside nn.MultiheadAttention, inputs are
+    [positions, examples, d], and those of the output projection [positions · examples, d].
+    """
+
+    def __init__(self, watcher: "Watcher", layers: list[Layer]) -> None:
+        self.watcher = watcher
+        self.layers: dict[nn.Module, dict[str, Layer]] = {}
+        for layer in layers:
+            self.layers.setdefault(layer.module, {})[layer.name.rpartition(".")[2]] = layer
+        self.examples: dict[nn.Module, int] = {}
+
+    def __enter__(self) -> None:
+        self.linear = plain = functional.linear
+
+        def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+            outputs = plain(input, weight, bias)
+            self._called(input, weight, outputs)
+            return outputs
+
+        functional.linear = linear
+
+    def __exit__(self, *error: Any) -> None:
+        functional.linear = self.linear
+
+    def _called(self, inputs: Tensor, weight: Tensor, outputs: Tensor) -> None:
+        for module, layers in self.layers.items():
+            if not isinstance(module, nn.MultiheadAttention):
+                if weight is module.weight:
+                    self.watcher.watch(next(iter(layers.values())), inputs, outputs)
+                    return
+            elif weight is module.out_proj.weight:
+                if "out_proj" in layers:
+                    turned = functools.partial(_examples_first, count=self.examples[module])
+                    self.watcher.watch(layers["out_proj"], turned(inputs), outputs, 0, turned)
+                return
+            else:
+                size = module.embed_dim
+                for first, part in enumerate(PARTS):
+                    rows = _rows(module, part, weight)
+                    for i in range(rows // size):
+                        self.examples[module] = inputs.size(1)
+                        layer = layers.get(PARTS[first + i])
+                        columns = functools.partial(
+                            torch.narrow, dim=-1, start=i * size, length=size
+                        )
+                        if layer is not None:
+                            self.watcher.watch(layer, inputs, outputs, 1, columns)
+                    if rows:
+                        return
+
+
+def _examples_first(x: Tensor, count: int) -> Tensor:
+    return x.unflatten(0, (-1, count)).movedim(1, 0)
+
+
+def _rows(module: nn.MultiheadAttention, part: str, weight: Tensor) -> int:
+    """How many rows of a module's projections this weight has, if its first are those of `part`."""
+    packed = module.in_proj_weight
+    if packed is None:
+        return len(weight) if weight is getattr(module, f"{part}_proj_weight") else 0
+    start = PARTS.index(part) * module.embed_dim
+    same = weight is packed or weight._base is packed
+    offset = weight.storage_offset() - packed.storage_offset()
+    return len(weight) if same and offset == start * packed.stride(0) else 0

@@ -1,0 +1,312 @@
+"""Measures of quality against their definitions, and attribution held against retrained models."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import logistic
+import pytest
+import torch
+from torch import Tensor, nn
+
+from isokron import tasks
+from isokron.attribution.evaluate import (
+    Retrained,
+    compression,
+    evaluate,
+    lds_by_query,
+    mislabel_auc,
+    noise,
+    ranks,
+    retrain,
+    spearman,
+    subsets,
+    with_flipped_labels,
+)
+from isokron.attribution.projection import Projection, collect, encoding
+from isokron.curvature import CrossEntropy, fit
+from isokron.curvature.layers import find_layers
+from isokron.tasks import Examples, Task
+
+EXAMPLES, QUERIES = 400, 25
+
+
+def naive_ranks(values: list[float]) -> list[float]:
+    return [
+        sum(other < value for other in values) + (sum(other == value for other in values) - 1) / 2
+        for value in values
+    ]
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_ranks_of_equals_are_the_mean_of_theirs(ties: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(3, 4, 50, generator=generator)
+    values = (4 * values).round() if ties else values
+    for row, found in zip(values.view(12, -1), ranks(values).view(12, -1), strict=True):
+        assert found.tolist() == naive_ranks(row.tolist())
+    assert ranks(torch.zeros(1)).tolist() == [0.0]
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_spearman_is_the_correlation_of_ranks(ties: bool) -> None:
+    x, y = torch.randn(2, 5, 40, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    y = y + x
+    if ties:
+        x, y = (3 * x).round(), y.round()
+    for k in range(5):
+        pair = torch.tensor([naive_ranks(x[k].tolist()), naive_ranks(y[k].tolist())])
+        torch.testing.assert_close(
+            spearman(x, y)[k], torch.corrcoef(pair.double())[0, 1], rtol=1e-6, atol=1e-6
+        )
+    assert spearman(x[0], x[0].exp()) == pytest.approx(1)
+    assert spearman(x[0], -x[0]) == pytest.approx(-1)
+    assert spearman(x[0], torch.ones(40)) == 0
+
+
+def test_spearman_agrees_with_scipy() -> None:
+    stats = pytest.importorskip("scipy.stats")
+    x, y = torch.randn(2, 60, generator=torch.Generator().manual_seed(2)).mul(2).round()
+    assert float(spearman(x, y)) == pytest.approx(stats.spearmanr(x, y).statistic, abs=1e-12)
+
+
+@pytest.mark.parametrize("scale", [1e6, 2.0])
+def test_auc_counts_pairs_and_halves_of_equals(scale: float) -> None:
+    generator = torch.Generator().manual_seed(3)
+    flipped = torch.rand(60, generator=generator) < 0.3
+    scores = ((torch.randn(60, generator=generator) + flipped) * scale).round()
+    over, under = scores[flipped][:, None], scores[~flipped]
+    pairs = (over > under).double() + 0.5 * (over == under)
+    assert mislabel_auc(scores, flipped) == pytest.approx(float(pairs.mean()), abs=1e-12)
+
+
+def test_noise_is_the_rank_correlation_and_the_residual_of_a_sample() -> None:
+    exact = torch.tensor([[1.0, 2, 3, 4], [4, 3, 2, 1]])
+    measured = noise(exact, exact + torch.tensor([[0.0, 0, 0, 2], [3, -3, 3, -3]]))
+    assert measured.sample == 4
+    assert measured.standard_error == pytest.approx([1.0, 3.0])
+    second = float(spearman(exact[1], exact[1] + torch.tensor([3.0, -3, 3, -3])))
+    assert measured.spearman == pytest.approx((1 + second) / 2)
+
+
+def test_what_has_no_order_is_refused() -> None:
+    with pytest.raises(ValueError, match="NaN has no rank"):
+        ranks(torch.tensor([1.0, float("nan")]))
+    with pytest.raises(ValueError, match="one shape"):
+        spearman(torch.zeros(3), torch.zeros(4))
+    with pytest.raises(ValueError, match=r"both kinds, got \[3\] and \[3\] with 0 True"):
+        mislabel_auc(torch.zeros(3), torch.zeros(3, dtype=torch.bool))
+
+
+def test_lds_is_one_where_losses_are_sums_of_scores() -> None:
+    members = subsets(12, 30, 0.5, seed=4)
+    assert members.sum(1).tolist() == [15] * 12
+    assert len(members.unique(dim=0)) == 12
+    assert subsets(5, 30, 0.5, seed=4).equal(members[:5])
+    assert not subsets(12, 30, 0.5, seed=5).equal(members)
+    scores = torch.randn(3, 30, generator=torch.Generator().manual_seed(0))
+    losses = -(members.double() @ scores.double().mT)
+    losses[:, 1] *= -1
+    found = lds_by_query(scores, Retrained(members, losses))
+    torch.testing.assert_close(found, torch.tensor([1.0, -1.0, 1.0], dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"\[queries, examples\] = \[3, 30\]"):
+        lds_by_query(scores.mT, Retrained(members, losses))
+
+
+def test_as_many_labels_are_flipped_as_asked_for_and_each_to_another() -> None:
+    task = logistic.digits(EXAMPLES)
+    changed, flipped = with_flipped_labels(task, 0.1, seed=7)
+    assert int(flipped.sum()) == EXAMPLES // 10
+    assert (changed.train.tensors[1] != task.train.tensors[1]).equal(flipped)
+    assert changed.train.tensors[0] is task.train.tensors[0]
+    assert len(changed.train.tensors[1][flipped].unique()) > 5
+    again, same = with_flipped_labels(task, 0.1, seed=7)
+    assert again.train.tensors[1].equal(changed.train.tensors[1])
+    assert same.equal(flipped)
+    assert not with_flipped_labels(task, 0.1, seed=8)[1].equal(flipped)
+    with pytest.raises(ValueError, match="no labels to flip"):
+        with_flipped_labels(replace(task, logits=None), 0.1, seed=0)
+
+
+def test_numbers_of_speeches_are_not_taken_for_labels() -> None:
+    with pytest.raises(ValueError, match="no labels to flip"):
+        with_flipped_labels(tasks.load("speeches"), 0.1, seed=0)
+
+
+def test_exact_influence_foretells_what_retraining_does(tmp_path: Path) -> None:
+    task = logistic.digits(EXAMPLES)
+    model = logistic.fit(task, torch.arange(EXAMPLES), 0)
+    queries = Examples(tuple(tensor[:QUERIES] for tensor in task.evaluation.tensors))
+    outcome = retrain(
+        tmp_path, task, logistic.fit, subsets(24, EXAMPLES), [queries.batch(torch.arange(QUERIES))]
+    )
+    exact = logistic.influence(task, model, queries)
+    assert float(lds_by_query(exact, outcome).mean()) > 0.9
+    assert float(lds_by_query(-exact, outcome).mean()) < -0.9
+    other = exact[:, torch.randperm(EXAMPLES, generator=torch.Generator().manual_seed(0))]
+    assert abs(float(lds_by_query(other, outcome).mean())) < 0.2
+
+
+class Scorer:
+    """Scores of a trained model, by complete or projected whitened rows."""
+
+    def __init__(self, task: Task, model: nn.Module) -> None:
+        self.task, self.model, self.loss = task, model, CrossEntropy(task.logits)
+        numbers = torch.arange(len(task.train)).split(50)
+        self.batches = [task.train.batch(some) for some in numbers]
+        self.layers = find_layers(model).layers
+        names = [layer.name for layer in self.layers]
+        self.curvature = fit(model, self.batches, self.loss, layers=names)
+
+    def rows(self, batches: list, dim: int | None, whiten: bool) -> tuple[Tensor, Tensor]:
+        projection = None if dim is None else Projection(dim)
+        how = encoding(self.layers, projection, whiten=self.curvature if whiten else None)
+        parts: list[tuple[Tensor, Tensor]] = []
+        collect(self.model, batches, self.loss, how, lambda *part: parts.append(part))
+        rows, losses = zip(*parts, strict=True)
+        return torch.cat(rows), torch.cat(losses)
+
+    def scores(self, queries: list, dim: int | None = None, whiten: bool = True) -> Tensor:
+        ours, theirs = (self.rows(some, dim, whiten)[0] for some in (queries, self.batches))
+        return ours @ theirs.mT
+
+
+def self_influence(task: Task, model: nn.Module) -> tuple[Tensor, Tensor]:
+    scorer = Scorer(task, model)
+    rows, losses = scorer.rows(scorer.batches, None, True)
+    return rows.square().sum(1), losses
+
+
+def test_self_influence_finds_wrong_labels() -> None:
+    task, flipped = with_flipped_labels(logistic.digits(EXAMPLES), 0.1, seed=0)
+    influence, losses = self_influence(task, logistic.fit(task, torch.arange(EXAMPLES), 0))
+    assert mislabel_auc(influence, flipped) > 0.95
+    assert mislabel_auc(losses, flipped) > 0.9
+
+
+def small_gpt() -> Scorer:
+    """Trained for a few steps, so that its gradients differ."""
+    task = tasks.load("speeches")
+    train = Examples(tuple(tensor[:600] for tensor in task.train.tensors))
+    torch.manual_seed(0)
+    model = task.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    generator = torch.Generator().manual_seed(0)
+    for numbers in torch.randint(0, len(train), (60, 16), generator=generator):
+        optimizer.zero_grad()
+        task.losses(model, train.batch(numbers)).mean().backward()
+        optimizer.step()
+    scored = Examples(train.batch(torch.arange(150) * 4))
+    return Scorer(replace(task, train=scored, ids=()), model.eval())
+
+
+def test_larger_projections_keep_the_order_of_scores_better() -> None:
+    scorer = small_gpt()
+    queries = [scorer.task.evaluation.batch(torch.arange(6))]
+    exact = scorer.scores(queries)
+    correlations = compression(exact, lambda dim: scorer.scores(queries, dim), (4, 16, 400))
+    assert correlations[4] < correlations[16] < correlations[400]
+    assert correlations[16] > 0.65
+    assert correlations[400] == pytest.approx(1, abs=1e-4)  # no side is as large
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+class Killed(Exception):
+    pass
+
+
+def test_a_killed_evaluation_goes_on_and_ends_with_the_same_bytes(tmp_path: Path) -> None:
+    task = logistic.digits(EXAMPLES)
+    scorer = Scorer(task, logistic.fit(task, torch.arange(EXAMPLES), 0))
+    queries = [task.evaluation.batch(torch.arange(10))]
+    scores = {"gradients": scorer.scores(queries, whiten=False), "kfac": scorer.scores(queries)}
+    options = {
+        "projected": {"whitened": ("kfac", lambda dim: scorer.scores(queries, dim))},
+        "dims": (4, 16),
+        "self_influence": self_influence,
+        "models": 12,
+        "settings": {"method": "kfac"},
+    }
+    complete = evaluate(tmp_path / "complete", task, logistic.fit, queries, scores, **options)
+    assert complete["lds"]["kfac"]["mean"] > complete["lds"]["gradients"]["mean"]
+    assert complete["lds"]["kfac"]["mean"] > 0.6
+    assert complete["mislabelled"]["self-influence"] > 0.95
+    assert set(complete["compression"]["whitened"]) == {"4", "16"}
+    done = 0
+
+    def dies(task: Task, indices: Tensor, seed: int) -> nn.Module:
+        nonlocal done
+        done += 1
+        if done == 6:
+            raise Killed
+        return logistic.fit(task, indices, seed)
+
+    folder = tmp_path / "killed"
+    with pytest.raises(Killed):
+        evaluate(folder, task, dies, queries, scores, **options)
+    assert len(list((folder / "subsets").iterdir())) == 5
+    assert evaluate(folder, task, dies, queries, scores, **options) == complete
+    assert done == 6 + 7 + 1  # the subsets that were left, and one model with wrong labels
+    assert contents(folder) == contents(tmp_path / "complete")
+    assert json.loads((folder / "evaluation.json").read_text()) == complete
+    with pytest.raises(ValueError, match=r"is of another evaluation: seed was .* use the same"):
+        evaluate(folder, task, dies, queries, scores, **options, seed=1)
+    options["settings"] = {"method": "ekfac"}
+    with pytest.raises(ValueError, match="method was 'kfac' and is now 'ekfac'"):
+        evaluate(folder, task, dies, queries, scores, **options)
+
+
+def test_a_task_without_labels_is_evaluated_without_them(tmp_path: Path) -> None:
+    task = replace(logistic.digits(80), logits=None)
+    queries = [task.evaluation.batch(torch.arange(3))]
+    scores = {"random": torch.randn(3, 80)}
+    results = evaluate(
+        tmp_path, task, logistic.fit, queries, scores, models=3, self_influence=self_influence
+    )
+    assert results["mislabelled"] is None
+    assert results["compression"] == {}
+
+
+def test_losses_of_several_seeds_are_averaged(tmp_path: Path) -> None:
+    task = logistic.digits(80)
+    seeds: list[int] = []
+
+    def untrained(task: tasks.Task, indices: Tensor, seed: int) -> nn.Module:
+        assert torch.initial_seed() == seed
+        assert len(indices) == 40
+        seeds.append(seed)
+        return task.model()
+
+    state = torch.random.get_rng_state()
+    batch = task.evaluation.batch(torch.arange(3))
+    both = retrain(tmp_path, task, untrained, subsets(2, 80), [batch], repeats=2)
+    assert torch.random.get_rng_state().equal(state)
+    assert len(set(seeds)) == 4
+    for k in range(2):
+        records = [json.loads((tmp_path / f"0000{k}-{r}.json").read_text()) for r in range(2)]
+        mean = torch.tensor([record["result"] for record in records], dtype=torch.float64).mean(0)
+        assert both.losses[k].equal(mean)
+
+
+def test_losses_of_other_queries_are_refused(tmp_path: Path) -> None:
+    task = logistic.digits(80)
+    first, second = (task.evaluation.batch(torch.tensor([k])) for k in range(2))
+    retrain(tmp_path, task, logistic.fit, subsets(1, 80), [first])
+    with pytest.raises(ValueError, match="queries was"):
+        retrain(tmp_path, task, logistic.fit, subsets(1, 80), [second])
+
+
+def test_a_model_that_diverged_is_told_of(tmp_path: Path) -> None:
+    task = logistic.digits(80)
+
+    def diverges(task: tasks.Task, indices: Tensor, seed: int) -> nn.Module:
+        model = task.model()
+        nn.init.constant_(model[1].weight, float("nan"))
+        return model
+
+    with pytest.raises(FloatingPointError, match="subset 0 has a loss of nan on query 0"):
+        retrain(tmp_path, task, diverges, subsets(1, 80), [task.evaluation.batch(torch.arange(2))])

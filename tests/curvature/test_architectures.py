@@ -1,0 +1,372 @@
+"""Gradients of examples, by layer, equal autograd's in the architectures people use."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from isokron.curvature import CrossEntropy, Selection, find_layers, fit
+from isokron.curvature.backward import Passes, probe_layers
+from isokron.curvature.layers import Layer
+from isokron.curvature.packing import put_
+from isokron.curvature.statistics import Uses
+
+transformers = pytest.importorskip("transformers")
+
+EXAMPLES, LENGTH, VOCABULARY, LABELS = 3, 6, 19, 4
+TEXT = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 16,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """left_out: reasons by name, "#" for any number; share: least part of parameters covered."""
+
+    config: str
+    model: str
+    options: Mapping[str, Any]
+    share: float
+    left_out: Mapping[str, str]
+    inputs: str = "tokens"
+    dtype: torch.dtype = torch.float64
+
+
+CASES: dict[str, Case] = {
+    "gpt2": Case(
+        "GPT2Config",
+        "GPT2LMHeadModel",
+        {"vocab_size": VOCABULARY, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16},
+        0.9,
+        {"transformer.wte": "embedding", "transformer.wpe": "embedding"},
+    ),
+    "llama": Case(
+        "LlamaConfig", "LlamaForCausalLM", TEXT, 0.8, {"model.embed_tokens": "embedding"}
+    ),
+    "gpt-neox": Case(
+        "GPTNeoXConfig", "GPTNeoXForCausalLM", TEXT, 0.8, {"gpt_neox.embed_in": "embedding"}
+    ),
+    "mistral": Case(
+        "MistralConfig", "MistralForCausalLM", TEXT, 0.8, {"model.embed_tokens": "embedding"}
+    ),
+    "qwen2": Case(
+        "Qwen2Config", "Qwen2ForCausalLM", TEXT, 0.8, {"model.embed_tokens": "embedding"}
+    ),
+    "gemma": Case(
+        "GemmaConfig",
+        "GemmaForCausalLM",
+        {**TEXT, "head_dim": 4},
+        0.99,
+        {"model.embed_tokens": "GemmaTextScaledWordEmbedding"},
+    ),
+    "bert": Case(
+        "BertConfig",
+        "BertForSequenceClassification",
+        {**TEXT, "num_labels": LABELS},
+        0.7,
+        dict.fromkeys(
+            [f"bert.embeddings.{x}_embeddings" for x in ("word", "position", "token_type")],
+            "embedding",
+        ),
+        "labels",
+    ),
+    "t5": Case(
+        "T5Config",
+        "T5ForConditionalGeneration",
+        {
+            "vocab_size": VOCABULARY,
+            "d_model": 8,
+            "d_kv": 4,
+            "d_ff": 12,
+            "num_layers": 2,
+            "num_heads": 2,
+            "decoder_start_token_id": 0,
+        },
+        0.8,
+        {
+            **dict.fromkeys(
+                ("shared", "encoder.embed_tokens", "decoder.embed_tokens"), "embedding"
+            ),
+            "encoder.block.0.layer.0.SelfAttention.relative_attention_bias": "embedding",
+            "decoder.block.0.layer.0.SelfAttention.relative_attention_bias": "embedding",
+        },
+        "pairs",
+    ),
+    "vit": Case(
+        "ViTConfig",
+        "ViTForImageClassification",
+        {**TEXT, "image_size": 8, "patch_size": 4, "num_labels": LABELS},
+        0.9,
+        {"vit.embeddings": "ViTEmbeddings"},
+        "images",
+    ),
+    "opt": Case(
+        "OPTConfig",
+        "OPTForCausalLM",
+        {**TEXT, "ffn_dim": 12, "word_embed_proj_dim": 8},
+        0.8,
+        {
+            "model.decoder.embed_tokens": "embedding",
+            "model.decoder.embed_positions": "OPTLearnedPositionalEmbedding",
+        },
+    ),
+    "mixtral": Case(
+        "MixtralConfig",
+        "MixtralForCausalLM",
+        {**TEXT, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 96},
+        0.97,
+        {"model.embed_tokens": "embedding"},
+        dtype=torch.float32,
+    ),
+    "qwen2-moe": Case(
+        "Qwen2MoeConfig",
+        "Qwen2MoeForCausalLM",
+        {
+            **TEXT,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 12,
+        },
+        0.97,
+        {"model.embed_tokens": "embedding"},
+        dtype=torch.float32,
+    ),
+    "gpt-oss": Case(
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        {**TEXT, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 4},
+        0.9,
+        {
+            "model.embed_tokens": "embedding",
+            **{f"model.layers.{i}.self_attn": "GptOssAttention" for i in (0, 1)},
+        },
+        dtype=torch.float32,
+    ),
+    "mamba": Case(
+        "MambaConfig",
+        "MambaForCausalLM",
+        {"vocab_size": VOCABULARY, "hidden_size": 8, "num_hidden_layers": 2, "state_size": 4},
+        0.6,
+        {
+            "backbone.embeddings": "embedding",
+            **{f"backbone.layers.{i}.mixer": "MambaMixer" for i in (0, 1)},
+            **{f"backbone.layers.{i}.mixer.conv1d": "its module is not called" for i in (0, 1)},
+            **{f"backbone.layers.{i}.mixer.dt_proj": "its module is not called" for i in (0, 1)},
+        },
+    ),
+}
+
+
+def build(case: Case) -> nn.Module:
+    torch.manual_seed(0)
+    config = getattr(transformers, case.config)(**case.options)
+    model: nn.Module = getattr(transformers, case.model)(config).to(case.dtype)
+    for param in model.parameters():  # norms are neither 0 nor 1, biases not 0
+        param.data.add_(0.1 * torch.randn_like(param))
+    return model
+
+
+def logits(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    inputs, targets = batch
+    return model(**inputs).logits, targets
+
+
+LOSS = CrossEntropy(logits)
+
+
+def data(kind: str) -> tuple[dict[str, Tensor], Tensor]:
+    torch.manual_seed(1)
+    ids = torch.randint(3, VOCABULARY, (EXAMPLES, LENGTH))
+    if kind == "labels":
+        return {"input_ids": ids}, torch.randint(LABELS, (EXAMPLES,))
+    if kind == "images":
+        pixels = torch.randn(EXAMPLES, 3, 8, 8).double()
+        return {"pixel_values": pixels}, torch.randint(LABELS, (EXAMPLES,))
+    targets = ids.roll(-1, 1)
+    targets[:, -1] = -100
+    targets[1, 3:] = -100
+    inputs = {"input_ids": ids}
+    if kind == "pairs":
+        inputs["decoder_input_ids"] = ids[:, :4].flip(1)
+        targets = targets[:, :4]
+    return inputs, targets
+
+
+def example_gradients(
+    model: nn.Module, batch: Any, loss: Any, layers: list[Layer], dtype: torch.dtype
+) -> list[dict[str, Tensor]]:
+    """∇ of every example by Σ_s g̃āᵀ of what the passes show, as parameters."""
+    like = {name: param.detach().to(dtype) for name, param in model.named_parameters()}
+    like = {name.removeprefix("_orig_mod."): value for name, value in like.items()}
+    found: list[dict[str, Tensor]] = [{} for _ in range(EXAMPLES)]
+
+    def fold(layer: Layer, uses: Uses) -> None:
+        assert uses.grads.size(1) == EXAMPLES, layer.name
+        uses = uses.written()
+        if uses.kind == "diagonal":
+            rows = {"weight": (uses.grads * uses.inputs).sum(2), "bias": uses.grads.sum(2)}
+            matrices = torch.stack([rows[key][0] for key in layer.layout.params], 1)[None]
+        elif uses.kind == "index":
+            one_hot = nn.functional.one_hot(uses.inputs, layer.columns).to(dtype)
+            matrices = torch.einsum("bnso,bnsi->bnoi", uses.grads, one_hot)
+        else:
+            matrices = torch.einsum("bnso,bnsi->bnoi", uses.grads, uses.inputs)
+        for n in range(EXAMPLES):
+            put_(found[n], layer.layout, matrices[:, n], like)
+
+    Passes(model, [batch], loss, layers, dtype=dtype, masks=False, weighting="linear").over(fold)
+    return found
+
+
+def autograd(model: nn.Module, batch: Any, n: int) -> dict[str, Tensor]:
+    inputs, targets = batch
+    one = {key: value[n : n + 1] for key, value in inputs.items()}
+    terms, weights = LOSS(model, (one, targets[n : n + 1]))
+    names, params = zip(*model.named_parameters(), strict=True)
+    grads = torch.autograd.grad((terms * weights).sum(), params, allow_unused=True)
+    return {
+        name: torch.zeros_like(param) if grad is None else grad
+        for name, param, grad in zip(names, params, grads, strict=True)
+    }
+
+
+def assert_gradients(model: nn.Module, selection: Selection, batch: Any) -> None:
+    found = example_gradients(model, batch, LOSS, selection.layers, next(model.parameters()).dtype)
+    model.eval()
+    names = {name for layer in selection.layers for name in layer.layout.params.values()}
+    several = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
+    tied = {name for name, param in model.named_parameters() if several[id(param)] > 1}
+    for n, grads in enumerate(found):
+        want = autograd(model, batch, n)
+        for name in sorted(names - tied):  # the embedding's part of a tied gradient is left out
+            right, got = want[name], grads.get(name, torch.zeros_like(want[name]))
+            # transformers' norms compute in float32, also where the model does not
+            tolerance = max(1e-5, 500 * torch.finfo(right.dtype).eps) * float(right.abs().max())
+            torch.testing.assert_close(got, right, rtol=0, atol=tolerance + 1e-12, msg=name)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_of_examples_equal_autograds(name: str) -> None:
+    case = CASES[name]
+    model, batch = build(case), data(case.inputs)
+    model.train()  # dropout is off in the passes all the same
+    selection = probe_layers(model, batch, LOSS, find_layers(model))
+    assert {item.name: item.reason for item in selection.left_out} == case.left_out
+    assert selection.covered / selection.total >= case.share
+    assert selection.covered + sum(x.parameters for x in selection.left_out) == selection.total
+    assert model.training
+    assert_gradients(model, selection, batch)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+def test_experts_are_the_same_whatever_computes_them(implementation: str) -> None:
+    model, batch = build(CASES["mixtral"]), data("tokens")
+    model.set_experts_implementation(implementation)
+    selection = find_layers(model, "*.experts,*.gate")
+    assert len(selection.layers) == 2 * (4 * 2 + 1)
+    assert selection.layers[4].name == "model.layers.0.mlp.experts.1.down_proj"
+    assert_gradients(model, selection, batch)
+
+
+def test_one_expert_may_be_named() -> None:
+    model, batch = build(CASES["mixtral"]), data("tokens")
+    selection = find_layers(model, "model.layers.1.mlp.experts.2.down_proj")
+    (layer,) = selection.layers
+    assert layer.shape == (1, 8, 96)
+    found = example_gradients(model, batch, LOSS, selection.layers, torch.float32)
+    for n, grads in enumerate(found):
+        want = autograd(model.eval(), batch, n)["model.layers.1.mlp.experts.down_proj"]
+        got = grads.get("model.layers.1.mlp.experts.down_proj", torch.zeros_like(want))
+        torch.testing.assert_close(got[2], want[2], rtol=1e-4, atol=1e-5)
+        assert not got[:2].any()
+
+
+def test_an_expert_that_no_token_is_sent_to_has_curvature_zero() -> None:
+    model, batch = build(CASES["mixtral"]), data("tokens")
+    for name, param in model.named_parameters():
+        if name.endswith("gate.weight"):  # the inputs of the router are shifted to be positive
+            param.data[3] = -100 * torch.ones(8)
+            param.data[:3] = torch.randn(3, 8)
+        elif name.endswith("post_attention_layernorm.weight"):
+            param.data.fill_(1.0)
+    hook = [
+        module.register_forward_pre_hook(lambda _, args: (args[0].abs(),))
+        for name, module in model.named_modules()
+        if name.endswith("mlp.gate")
+    ]
+    curvature = fit(model, [batch, batch], LOSS, layers="*.experts")
+    assert len(hook) == 2
+    for name, value in curvature.trace().items():
+        assert value == 0 if ".experts.3." in name else value > 0, name
+
+
+def test_only_the_adapters_of_a_model_with_lora_are_covered() -> None:
+    peft = pytest.importorskip("peft")
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], lora_dropout=0.5)
+    model, batch = peft.get_peft_model(build(CASES["llama"]), settings), data("tokens")
+    for name, param in model.named_parameters():
+        if "lora_B" in name:  # begins at 0
+            nn.init.normal_(param)
+    selection = probe_layers(model, batch, LOSS, find_layers(model))
+    assert len(selection.layers) == 2 * 2 * 2
+    learned = [param.numel() for param in model.parameters() if param.requires_grad]
+    assert selection.covered == sum(learned)
+    assert {item.reason for item in selection.left_out} == {"frozen", "embedding"}
+    assert "+ 17 more (frozen)" in selection.summary()
+    named = find_layers(model, "*.q_proj.base_layer")
+    assert len(named.layers) == 2
+    for param in model.parameters():  # for autograd
+        param.requires_grad_()
+    assert_gradients(model, selection, batch)
+    assert_gradients(model, named, batch)
+
+
+def test_a_compiled_model_shows_its_layers_under_their_own_names() -> None:
+    model, batch = build(CASES["llama"]), data("tokens")
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model, backend=backend)
+    with torch.no_grad():
+        LOSS(compiled, batch)
+    count = len(graphs)
+    assert count
+    selection = probe_layers(compiled, batch, LOSS, find_layers(compiled))
+    assert [x.name for x in selection.layers] == [x.name for x in find_layers(model).layers]
+    found = example_gradients(compiled, batch, LOSS, selection.layers, torch.float64)
+    assert len(graphs) == count  # hooks are not compiled
+    want = example_gradients(model, batch, LOSS, selection.layers, torch.float64)
+    for mine, theirs in zip(found, want, strict=True):
+        assert mine.keys() == theirs.keys()
+        for name, value in theirs.items():
+            torch.testing.assert_close(mine[name], value)
+
+
+def test_a_model_in_bfloat16_has_gradients_in_float32() -> None:
+    case, batch = CASES["llama"], data("tokens")
+    half, full = build(case).bfloat16(), build(case).bfloat16().double()
+    selection = probe_layers(half, batch, LOSS, find_layers(half))
+    assert len(selection.layers) == len(find_layers(full).layers)
+    found = example_gradients(half, batch, LOSS, selection.layers, torch.float32)
+    for n, grads in enumerate(found):
+        want = autograd(full.eval(), batch, n)
+        for name, value in grads.items():
+            assert value.dtype == torch.float32
+            assert (value - want[name]).norm() <= 0.1 * want[name].norm(), name

@@ -1,0 +1,82 @@
+"""What runs amount to: reaching, best learning rate, standings."""
+
+import math
+
+import pytest
+
+from isokron.race.results import Result, best_lr, first_crossing, summarize, sweep
+
+
+@pytest.mark.parametrize(
+    ("losses", "target", "crossing"),
+    [
+        ((4, 2, 1), 3, 5.0),  # half way down the first line
+        ((4, 2, 1), 1.25, 17.5),
+        ((4, 2, 1), 2, 10.0),  # exactly at a point
+        ((4, 2, 1), 0.5, None),  # never
+        ((4, 2, 1), 5, 0.0),  # from the start
+        ((4, 1, 3, 0), 2, 20 / 3),  # the first of two crossings
+    ],
+)
+def test_first_crossing_is_interpolated(losses, target, crossing):
+    found = first_crossing([0, 10, 20, 30][: len(losses)], losses, target)
+    assert found == (None if crossing is None else pytest.approx(crossing))
+
+
+def test_a_learning_rate_with_one_diverged_seed_is_never_best(make_run):
+    runs = [
+        make_run(lr=0.1, seed=0, losses=(3, 1.0)),
+        make_run(lr=0.1, seed=1, losses=(3, 1.2)),
+        make_run(lr=0.3, seed=0, losses=(3, 0.1)),
+        make_run(lr=0.3, seed=1, losses=(3,), status="diverged"),
+    ]
+    finals = sweep(runs)
+    assert finals == {0.1: pytest.approx(1.1), 0.3: math.inf}
+    assert best_lr(finals) == 0.1
+
+
+def test_no_learning_rate_is_best_if_all_diverged():
+    assert best_lr({0.1: math.inf, 0.3: math.inf}) is None
+
+
+def test_reaching_is_measured_against_adamws_final_loss(make_run):
+    runs = [
+        make_run("adamw", losses=(5, 3, 2, 1), seed=0),
+        make_run("adamw", losses=(5, 3, 2, 1), seed=1),
+        make_run("quick", losses=(5, 1.5, 0.5, 0.2), seed=0, optimizer_seconds=0.014),
+        make_run("quick", losses=(5, 1.5, 0.5, 0.4), seed=1, optimizer_seconds=0.014),
+        make_run("slow", losses=(5, 4, 3, 2), seed=0),
+        make_run("slow", losses=(5, 4, 3, 2), seed=1),
+    ]
+    sweeps = {"adamw": [0.1], "quick": [0.1], "slow": [0.1]}
+    adamw, quick, slow = summarize(runs, sweeps, seeds=2)
+    assert (adamw.steps_to_reach, adamw.fewer_steps, adamw.less_time) == (30, 1, 1)
+    assert quick.steps_to_reach == pytest.approx(15)
+    assert quick.fewer_steps == pytest.approx(2)
+    assert quick.seconds_to_reach == pytest.approx(15 * 0.024)
+    assert quick.less_time == pytest.approx(30 * 0.012 / (15 * 0.024))
+    assert quick.final == pytest.approx(0.3)
+    assert quick.spread == pytest.approx(0.1414, abs=1e-4)
+    assert slow.steps_to_reach is slow.less_time is None
+
+
+def test_edge_is_flagged_only_at_the_ends_of_the_sweep(make_run):
+    runs = [make_run(lr=lr, losses=(3, loss)) for lr, loss in ((0.1, 2), (0.3, 1), (1.0, 2))]
+    (standing,) = summarize(runs, {"adamw": [0.1, 0.3, 1.0]}, seeds=1)
+    assert (standing.best_lr, standing.edge) == (0.3, False)
+    (standing,) = summarize(runs[:2], {"adamw": [0.1, 0.3]}, seeds=1)
+    assert (standing.best_lr, standing.edge) == (0.3, True)
+
+
+def test_learning_rates_that_lack_seeds_are_not_compared(make_run):
+    runs = [make_run(seed=0), make_run(seed=1), make_run(lr=0.3, seed=0, losses=(3, 0.1))]
+    (standing,) = summarize(runs, {"adamw": [0.1, 0.3]}, seeds=2)
+    assert standing.best_lr == 0.1
+
+
+def test_winner_is_the_lowest_final_loss_and_none_without_finishers(make_run):
+    runs = (make_run(), make_run("muon", losses=(3, 2, 0.5)))
+    standings = summarize(runs, {"adamw": [0.1], "muon": [0.1]}, seeds=1)
+    assert Result({}, runs, standings).winner.optimizer == "muon"
+    bad = (make_run(status="diverged"),)
+    assert Result({}, bad, summarize(bad, {"adamw": [0.1]}, seeds=1)).winner is None
