@@ -278,10 +278,11 @@ class Attributor:
             settings["dim"] = earlier["dim"]
         elif dim is None:
             asked = [] if queries is None else self.queries(queries)
-            settings["dim"] = self._stored.chosen_dim(settings, asked, limit)
+            # rows of the sample are in memory several times while they are compared
+            settings["dim"] = self._stored.chosen_dim(settings, asked, limit // 8)
         if settings["dim"] is None:
             raise ValueError(
-                f"no projection within {limit} bytes has a rank correlation of {SPEARMAN} with "
+                f"no store within {limit // 8} bytes has a rank correlation of {SPEARMAN} with "
                 "exact scores; score exactly (--no-store), or give --dim or more --memory"
             )
         self.folder.enter("build", settings)

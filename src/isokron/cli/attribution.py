@@ -76,7 +76,7 @@ def attribute(run: RunFolder, store: UseStore = None, **options: Any) -> None:
             a.fit(**fit_settings(options))
             if use_store:
                 clock.start("build")
-                a.build(**build_settings(options), queries=queries)
+                use_store, why = try_build(a, options, queries, store, why)
             clock.start("score")
             scores = a.score(queries, store=use_store, why=why, **score_settings(options))
             clock.start("report")
@@ -332,6 +332,24 @@ def announce(a: Attributor, *lines: str) -> None:
         typer.echo(f"skipped {len(skipped)} documents of fewer than two tokens: {names}", err=True)
     for line in lines:
         typer.echo(line, err=True)
+
+
+def try_build(
+    a: Attributor,
+    options: dict[str, Any],
+    queries: Sequence[Query],
+    store: bool | None,
+    why: str,
+) -> tuple[bool, str]:
+    """Build a store; unless it was asked for, exact scores take its place if it is too noisy."""
+    try:
+        a.build(**build_settings(options), queries=queries)
+    except ValueError as error:
+        if store is not None or options["dim"] is not None or a.folder.stage("build") is not None:
+            raise
+        typer.echo(f"scores: exact; {error}", err=True)
+        return False, str(error)
+    return True, why
 
 
 def write_page(a: Attributor) -> Path:
