@@ -9,17 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Subset
 
 from isokron.attribution import results
 from isokron.attribution.data import (
-    Data,
     Subject,
     device_of,
     rows_of,
     show_batch,
     spread,
     to_device,
+    training_data,
 )
 from isokron.attribution.evaluate import Noise
 from isokron.attribution.exact import ExactScorer
@@ -38,7 +37,7 @@ from isokron.curvature.fit import FISHERS, METHODS, SHARINGS
 from isokron.curvature.losses import CrossEntropy, Likelihood, Loss
 from isokron.distributed import Ranks
 from isokron.distributed.team import in_turn
-from isokron.tasks import Examples, Shown, Task
+from isokron.tasks import Shown, Task
 from isokron.training import Progress, silent
 
 DAMPING = 0.1
@@ -103,7 +102,7 @@ class Attributor:
         patterns = [layers] if isinstance(layers, str) else None if layers is None else list(layers)
         self.patterns = patterns
         selection = find_layers(model, patterns, max_side=max_side, head=head)
-        self.data = _data(train_set, task, examples, data)
+        self.data = training_data(train_set, task, examples, data)
         loss, where = _loss(loss, task), device_of(model)
         two = to_device(self.data.batch(range(min(2, len(self.data)))), where)
         self.selection = probe_layers(model, two, loss, selection)
@@ -501,28 +500,6 @@ def _loss(loss: Loss | Likelihood | None, task: Task | None) -> Loss | Likelihoo
             "got None; give loss=isokron.losses.CrossEntropy()"
         )
     return task.losses if task.logits is None else CrossEntropy(task.logits)
-
-
-def _data(train_set: Any, task: Task | None, examples: int | None, options: dict[str, Any]) -> Data:
-    if train_set is None:
-        if task is None:
-            raise ValueError("train_set must be a data set, got None; give one, or a task")
-        train_set = task.train
-        options = {"ids": task.ids, "lengths": task.lengths, **options}
-    data = Data(train_set, **options)
-    if examples is None:
-        return data
-    if not 1 <= examples <= len(data):
-        raise ValueError(
-            f"examples must be from 1 to the {len(data)} training examples, got {examples}"
-        )
-    numbers = spread(len(data), examples)
-    part: Any = Subset(data.source, numbers)
-    if isinstance(data.source, Examples):
-        part = Examples(data.source.batch(torch.tensor(numbers)))
-    lengths = None if data.lengths is None else [data.lengths[n] for n in numbers]
-    ids = [data.ids[n] for n in numbers]
-    return Data(part, collate=data.collate, batch_size=data.size, lengths=lengths, ids=ids)
 
 
 def _digest(model: nn.Module) -> str:

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, Subset, default_collate
 
 from isokron.curvature.layers import Layer
 from isokron.curvature.losses import Likelihood, Loss
 from isokron.distributed import Ranks
-from isokron.tasks import Examples, Shown
+from isokron.tasks import Examples, Shown, Task
 from isokron.training import Progress, silent
 
 NUMBERS = 2048  # tokens, or other numbers, that go through the model in one batch
@@ -161,6 +161,31 @@ class Batches:
             yield self.subject.batch(numbers)
             done += len(numbers)
             progress(self.stage or "", done, total)
+
+
+def training_data(
+    train_set: Any, task: Task | None, examples: int | None, options: dict[str, Any]
+) -> Data:
+    """The examples of a data set or of a task, or so many of them, evenly spaced."""
+    if train_set is None:
+        if task is None:
+            raise ValueError("train_set must be a data set, got None; give one, or a task")
+        train_set = task.train
+        options = {"ids": task.ids, "lengths": task.lengths, **options}
+    data = Data(train_set, **options)
+    if examples is None:
+        return data
+    if not 1 <= examples <= len(data):
+        raise ValueError(
+            f"examples must be from 1 to the {len(data)} training examples, got {examples}"
+        )
+    numbers = spread(len(data), examples)
+    part: Any = Subset(data.source, numbers)
+    if isinstance(data.source, Examples):
+        part = Examples(data.source.batch(torch.tensor(numbers)))
+    lengths = None if data.lengths is None else [data.lengths[n] for n in numbers]
+    ids = [data.ids[n] for n in numbers]
+    return Data(part, collate=data.collate, batch_size=data.size, lengths=lengths, ids=ids)
 
 
 def spread(total: int, count: int) -> list[int]:

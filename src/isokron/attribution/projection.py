@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from isokron.curvature import Curvature, side_damping
 from isokron.curvature.backward import Passes
+from isokron.curvature.curvature import dead_blocks
 from isokron.curvature.layers import Layer
 from isokron.curvature.losses import Likelihood, Loss
 from isokron.curvature.spectrum import Operator
@@ -287,26 +288,18 @@ def _whitened(plain: Encoder, operator: Operator, damping: float, like: Tensor) 
             "side, and a side of low rank has no Cholesky factor; fit method 'kfac' with "
             "policy='none', leave the layer out of the store, or score exactly"
         )
-    left, right, dead = _side_damping(operator, damping)
     halves = [
         _half(factor.to_dense().to(like.device), added, start, f"a side of layer {name!r}")
         for factor, added, start in zip(
-            operator.factors, (left, right), (plain.left, plain.right), strict=True
+            operator.factors,
+            side_damping(operator, damping),
+            (plain.left, plain.right),
+            strict=True,
         )
     ]
     # a block that never had a gradient, or an input, has no curvature: its rows are 0
-    dead = dead.to(like.device)[:, None, None]
+    dead = dead_blocks(operator).to(like.device)[:, None, None]
     return Encoder(plain.layer, *(half.masked_fill(dead, 0.0).to(like) for half in halves))
-
-
-def _side_damping(operator: Kron, damping: float) -> tuple[Tensor, Tensor, Tensor]:
-    """√λ/π and π√λ, for the output and the input side, and which blocks are dead: [B] each."""
-    left, right = (
-        factor.to_dense().diagonal(dim1=1, dim2=2).mean(1) for factor in operator.factors
-    )
-    dead = (left <= 0) | (right <= 0)
-    added = side_damping(operator, damping)
-    return added[0].masked_fill(dead, 1.0), added[1].masked_fill(dead, 1.0), dead
 
 
 def _half(side: Tensor, added: Tensor, start: Tensor | None, name: str) -> Tensor:

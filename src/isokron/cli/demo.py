@@ -8,12 +8,12 @@ from typing import Annotated
 
 import typer
 
-from isokron.cli.attribution import show
 from isokron.cli.errors import reported
 from isokron.cli.progress import Display
 from isokron.cli.race import compete
 from isokron.cli.race import show as show_race
 from isokron.cli.source import Source, open_run
+from isokron.cli.terminal import show
 
 STEPS = 150
 # three values around each one's best, found by the full sweeps of `isokron race`
