@@ -14,7 +14,7 @@ from isokron.files import write_atomically
 from isokron.inspect import POLICIES, Inspection, LayerFacts
 from isokron.race.page import plain_text
 from isokron.report import render
-from isokron.report.charts import COLOURS, Dots, Line, Plot, Row, draw_dots
+from isokron.report.charts import COLOURS, Dots, Line, Plot, Row
 from isokron.report.render import MISSING, finite, memory
 
 RECORDS, PAGE, CURVATURE = "inspect.json", "index.html", "curvature"
@@ -61,16 +61,13 @@ def page(result: Inspection) -> str:
     return render.render(
         "inspect.html",
         title=f"Curvature of {result.settings['task']}",
-        html=render,
         s=result.settings,
         result=result,
         sentences=(verdict, circumstances, notes),
         columns=list(rows[0]),
-        rows=[[text for text, _ in row.values()] for row in rows],
-        keys=[[key for _, key in row.values()] for row in rows],
+        rows=[list(row.values()) for row in rows],
         policies=POLICIES,
         dots=ranks(result),
-        draw_dots=draw_dots,
         conditions=conditions_by_damping(result),
         spectra=spectra(result, "spectrum"),
         side_spectra=[plot for pair in zip(*sides, strict=True) for plot in pair],

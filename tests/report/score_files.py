@@ -1,39 +1,28 @@
 """Invented but complete scores/*.json files, as a run writes them."""
 
-import base64
 import json
-import struct
-import zlib
+
+import torch
+
+from isokron.tasks.display import Shown
 
 WORDS = ["We", " hold", "\n", "these", " truths"]
 
 
-def png(width=8, height=8):
-    """A grey ramp in base64."""
-    rows = b"".join(b"\0" + bytes((x + y) * 16 % 256 for x in range(width)) for y in range(height))
-    head = struct.pack(">2I5B", width, height, 8, 0, 0, 0, 0)
-    chunks = (b"IHDR" + head, b"IDAT" + zlib.compress(rows), b"IEND")
-    file = b"\x89PNG\r\n\x1a\n" + b"".join(
-        struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
-        for chunk in chunks
-    )
-    return base64.b64encode(file).decode()
-
-
 def text(words=WORDS, label="", title="", context="Before. "):
-    return {"tokens": list(words), "context": context, "label": label, "title": title}
+    return Shown(tuple(words), context, label=label, title=title).to_json()
 
 
 def image(label, width=8):
-    return {"image": png(width), "label": label}
+    ramp = torch.arange(width * width).reshape(width, width) * 4 % 256
+    return Shown(image=ramp.to(torch.uint8), label=label).to_json()
 
 
 def item(example, score, shown, positive=20.0, **fields):
     count = len(shown.get("tokens", ())) or None
     return {
-        **{"example": example, "id": f"id-{example}", "score": score, "nats": None},
-        **{"share": None if score is None else score / positive, "noisy": False},
-        **{"per_token": None if None in (score, count) else score / count, "cosine": 0.25},
+        **{"example": example, "id": f"id-{example}", "score": score, "share": score / positive},
+        **{"noisy": False, "per_token": score / count if count else None, "cosine": 0.25},
         **{"tokens_counted": count, "loss": 2.5, "tokens": [], "layers": [], "shown": shown},
         **fields,
     }
@@ -44,7 +33,7 @@ def answer(query, shown, proponents, opponents, **fields):
     return {
         **{"query": query, "shown": shown, "loss": 12.0, "tokens_counted": 5, "said": None},
         **{"token_losses": [], "token_scores": [], "generated": False, "standard_error": None},
-        **{"positive": 20.0, "calibration": None, "verify": None},
+        **{"positive": 20.0, "verify": None},
         **{"proponents": proponents, "opponents": opponents},
         **{"histogram": [edges, [k % 7 for k in range(40)]], **fields},
     }
@@ -54,13 +43,13 @@ def text_answer(query="what is said", **fields):
     """An answer by token; the second proponent has nothing to show, the opponent is long."""
     tokens = [1.0, 2.5, -0.5, 0.0, 0.0]
     proponents = [
-        item(7, 3.0, text(title="A title"), tokens=tokens, cosine=0.2, nats=0.0123),
+        item(7, 3.0, text(title="A title"), tokens=tokens, cosine=0.2),
         item(8, 2.0, {"label": "tax"}, cosine=0.5, tokens_counted=400, per_token=0.005),
     ]
     opponent = item(9, -4.0, text(WORDS * 90), tokens=[-1.0, 0.2, 0.0, 0.0, 0.1] * 90)
     details = {
         **{"token_losses": [4.0, 2.0, 0.5, 3.5, 2.0], "token_scores": [1.0, 6.0, 0.0, -2.0, 1.0]},
-        **{"said": "We have\nthe truth", "generated": True, "calibration": 0.31},
+        **{"said": "We have\nthe truth", "generated": True},
         "verify": {
             **{"examples": 10, "step": 0.001, "before": 12.0},
             **{"proponents": -0.8, "random": -0.05, "opponents": 0.3},
@@ -116,21 +105,15 @@ def projected(name="noisy", answers=None):
     return record(name, answers or [noisy_answer()], method=method, noise=noise)
 
 
-def many(queries=100, examples=20, tokens=200):
-    """A file as large as pages get."""
-    words = [f" word{k % 37}" for k in range(tokens)]
-    shares = [((7 * k) % 19 - 6) / 200 for k in range(tokens)]
+def many():
+    """A file as large as pages get: 100 queries, 20 examples each, of 200 tokens."""
+    shown = text([f" word{k % 37}" for k in range(200)])
+    shares = [((7 * k) % 19 - 6) / 200 for k in range(200)]
 
-    def cards(query, sign):
-        return [
-            item(n if n < 2 else 100 * query + n, sign * (9 - n / 3), text(words), tokens=shares)
-            for n in range(examples // 2)
-        ]
+    def cards(first, sign):
+        return [item(first + n, sign * (4 - n / 3), shown, tokens=shares) for n in range(10)]
 
-    answers = [
-        answer(f"query {q}", [text(words)], cards(q, 1), cards(q + 1000, -1))
-        for q in range(queries)
-    ]
+    answers = [answer(f"query {q}", [shown], cards(9 * q, 1), cards(5000, -1)) for q in range(100)]
     return record("many", answers)
 
 

@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -23,43 +22,11 @@ from score_files import (
     write_run,
 )
 
-from isokron.report.attribution import snippet, visible, write_report
-from isokron.report.render import number, percent, signed
+from html_page import Page
+from isokron.report.attribution import visible, write_report
+from isokron.report.render import number, percent
 
 HOSTILE = '<script>alert("1")</script><!--&\'x" onfocus="alert(2)'
-VOID = {"meta", "link", "br", "hr", "img", "input", "wbr"}
-NAN = float("nan")
-
-
-class Parsed(HTMLParser):
-    """Fails on a tag that is closed out of order; keeps tags, attributes and text."""
-
-    def __init__(self, html):
-        super().__init__()
-        self.open, self.tags, self.attributes, self.text = [], [], [], ""
-        self.feed(html)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append(tag)
-        self.attributes += attributes
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attributes):
-        self.tags.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-        self.text += " " if tag in ("dt", "dd", "th", "td", "span", "p") else ""
-
-    def handle_data(self, data):
-        if not {"script", "style"} & set(self.open):
-            self.text += data
-
-    def all(self, name):
-        return [value for key, value in self.attributes if key == name]
 
 
 def unfolded(html):
@@ -76,7 +43,7 @@ def page_of(folder, *records, **options):
 
 def words_of(html):
     """What a reader sees, spaces as one."""
-    return " ".join(Parsed(html).text.split())
+    return " ".join(Page(html).text.split())
 
 
 @pytest.fixture
@@ -90,41 +57,15 @@ def run(tmp_path):
     )
 
 
-def test_page_is_well_formed_and_links_lead_somewhere(run):
-    page = Parsed(unfolded(write_report(run).read_text()))
-    ids, links = page.all("id"), page.all("href")
-    assert len(ids) == len(set(ids))
-    assert {link[1:] for link in links if link.startswith("#")} <= set(ids)
+@pytest.fixture
+def html(run):
+    return unfolded(write_report(run).read_text(encoding="utf-8"))
+
+
+def test_page_is_well_formed_and_links_lead_somewhere(html):
+    page = Page(html)
+    assert {link[1:] for link in page.all("href")} <= set(page.all("id"))
     assert page.tags.count("svg") == 11
-
-
-def test_report_and_index_link_to_each_other(run):
-    path = write_report(run)
-    index = Parsed((run / "index.html").read_text())
-    links = [link.split("#") for link in index.all("href") if "#" in link]
-    assert {page for page, _ in links} == {path.name}
-    report = Parsed(path.read_text())
-    assert {anchor for _, anchor in links} <= set(report.all("id"))
-    assert "index.html" in report.all("href")
-
-
-def test_one_set_of_queries_has_no_index(tmp_path):
-    page = page_of(tmp_path / "run", record())
-    assert not (tmp_path / "run" / "index.html").exists()
-    assert "index.html" not in page
-
-
-def test_an_index_of_another_command_is_left_alone(run):
-    (run / "index.html").write_text("<h1>a race</h1>")
-    page = write_report(run).read_text()
-    assert (run / "index.html").read_text() == "<h1>a race</h1>"
-    assert "index.html" not in page
-
-
-def test_page_needs_nothing_from_elsewhere(run):
-    html = unfolded(write_report(run).read_text())
-    assert all(uri.startswith("data:image/png;base64,") for uri in Parsed(html).all("src"))
-    assert not re.search(r"https?://|@import|url\(", html)
 
 
 def test_the_page_is_written_without_torch(run):
@@ -170,15 +111,9 @@ def test_query_pane_shows_loss_what_the_model_said_and_the_check_by_training(tmp
 
 
 def test_what_a_run_did_not_measure_is_not_on_its_page(tmp_path):
-    bare = text_answer(said=None, generated=False, verify=None, calibration=None, token_losses=[])
-    said = words_of(page_of(tmp_path / "run", record(answers=[bare | {"loss": None}])))
-    for phrase in (
-        "would have said",
-        "written by the model",
-        "One step",
-        "Calibration",
-        "bar below",
-    ):
+    bare = text_answer(said=None, generated=False, verify=None, token_losses=[], loss=None)
+    said = words_of(page_of(tmp_path / "run", record(answers=[bare])))
+    for phrase in ("Loss", "would have said", "written by the model", "real training", "bar below"):
         assert phrase not in said
 
 
@@ -186,9 +121,7 @@ def test_cards_show_share_first_and_other_numbers_in_one_format(tmp_path):
     html = page_of(tmp_path / "run", record())
     assert ">+15.0\u00a0%</span>" in html
     assert "score +3.00 = ⟨∇q, H⁻¹∇t⟩; its share of the query's 20.0 in positive" in html
-    said = words_of(html)
-    assert "+3.00 % per token cosine 0.200 5 tokens loss 2.50 nats predicted +0.0123 nats" in said
-    assert said.count("predicted +") == 1  # the others have no prediction
+    assert "+3.00 % per token cosine 0.200 5 tokens loss 2.50 nats" in words_of(html)
 
 
 def test_cards_without_content_show_id_label_and_loss(tmp_path):
@@ -206,22 +139,11 @@ def test_scores_below_their_noise_are_grey_and_say_why(tmp_path):
     assert "± 2.00 %, by the projection" in words_of(html)
 
 
-def test_positive_scores_are_never_opponents(tmp_path):
-    few = answer("q", [image("1")], [item(1, 2.0, image("1"))], [item(2, 0.5, image("1"))])
-    html = page_of(tmp_path / "run", record(answers=[few]))
-    assert "No opponents: no example has a negative score." in words_of(html)
-    assert html.count('<li class="card') == 1
-    negative = answer("q", [image("1")], [item(1, -2.0, image("1"))], [item(1, -2.0, image("1"))])
-    html = page_of(tmp_path / "other", record(answers=[negative]))
+def test_an_answer_with_nothing_to_show_still_has_a_pane(tmp_path):
+    html = page_of(tmp_path / "run", record(answers=[answer("the query's name", [{}], [], [])]))
+    assert "<bdi>the query&#39;s name</bdi>" in html
     assert "No proponents: no example has a positive score." in words_of(html)
-
-
-def test_a_query_or_an_answer_with_nothing_to_show_still_has_a_pane(tmp_path):
-    answers = [answer("the query's name", [], [], [], histogram=[]), answer("other", [{}], [], [])]
-    html = page_of(tmp_path / "run", record(answers=answers))
-    assert '<p class="text" dir="auto">the query&#39;s name</p>' in html
-    assert html.count("No opponents") == html.count("No proponents") == 2
-    assert "For 0 queries" in page_of(tmp_path / "none", record(answers=[]))
+    assert "No opponents: no example has a negative score." in words_of(html)
 
 
 def test_scores_of_another_number_of_tokens_leave_the_text_plain(tmp_path):
@@ -231,22 +153,19 @@ def test_scores_of_another_number_of_tokens_leave_the_text_plain(tmp_path):
     assert html.count(">We hold\nthese truths</span>") == 2
 
 
-def test_labels_that_differ_from_the_query_are_marked(run):
-    html = unfolded(write_report(run).read_text())
-    assert "<bdi>2</bdi><span> ≠ query</span>" in html
-
-
-def test_examples_of_several_queries_are_linked_to_each_other(run):
-    html = unfolded(write_report(run).read_text())
-    assert '<a href="#example.7">also for 9 other queries</a>' in html
-    assert '<li id="example.7">' in html
-    assert "6 training examples come up for several queries" in html
-
-
-def test_queries_asked_together_are_shown_together(run):
-    html = unfolded(write_report(run).read_text())
-    assert "Mean of 3 queries" in html
-    assert "3 queries, asked together" in html
+@pytest.mark.parametrize(
+    "part",
+    [
+        pytest.param("<bdi>2</bdi><span> ≠ query</span>", id="a label that differs is marked"),
+        pytest.param('<a href="#example.7">also for 9 other queries</a>', id="link to the others"),
+        pytest.param('<li id="example.7">', id="where it leads"),
+        pytest.param("6 training examples come up for several queries", id="how many have links"),
+        pytest.param("Mean of 3 queries", id="a mean has one title"),
+        pytest.param("3 queries, asked together", id="its queries are shown together"),
+    ],
+)
+def test_page_relates_queries_and_examples(html, part):
+    assert part in html
 
 
 def test_layers_have_bars_and_the_small_ones_are_summed(tmp_path):
@@ -263,7 +182,7 @@ def test_layers_have_bars_and_the_small_ones_are_summed(tmp_path):
 
 def test_small_images_show_their_pixels_and_large_ones_are_smooth(tmp_path):
     few = answer("q", [image("1")], [item(1, 1.0, image("1", width=200))], [])
-    page = Parsed(page_of(tmp_path / "run", record(answers=[few])))
+    page = Page(page_of(tmp_path / "run", record(answers=[few])))
     classes = [name for name in page.all("class") if name.strip() in ("pixels", "")]
     assert classes == ["pixels ", ""]
 
@@ -283,19 +202,16 @@ def test_top_limits_the_examples_of_each_side(run):
         write_report(run, top=0)
 
 
-def test_missing_numbers_are_never_written_as_nan_or_none(tmp_path):
-    lost = item(1, 1.0, text(), share=NAN, per_token=NAN, cosine=None, loss=NAN)
-    lost |= {"tokens": [NAN, 1.0, None, 0.5, 0.5], "layers": [NAN, 1.0]}
-    fields = {"loss": NAN, "standard_error": NAN, "token_losses": [NAN] * 5, "said": None}
-    fields |= {"verify": {"examples": 3, "proponents": -1.0, "random": NAN, "opponents": None}}
-    items = [lost, item(2, NAN, text()), item(3, None, text())]
-    answers = [answer("q", [text()], items, [], **fields)]
-    answers += [answer("q", [text()], [lost], [], positive=zero) for zero in (0.0, NAN)]
-    missing = {"noise": {"spearman": NAN, "sample": 4}}
-    html = page_of(tmp_path / "run", record(answers=answers, layers=["a", "b"], **missing))
+def test_missing_numbers_are_never_written_as_none(tmp_path):
+    lost = item(1, -1.0, text(), per_token=None, cosine=None, loss=None, tokens_counted=None)
+    lost |= {"tokens": [-0.5, -0.5, 0.0, 0.0, 0.0], "layers": [0.0, -1.0]}
+    check = {"examples": 3, "step": 0.1, "before": 1.0, "proponents": -1.0, "random": 0.0}
+    fields = {"loss": None, "verify": check | {"opponents": None}}
+    # without positive scores there is nothing to have a share of
+    answers = [answer("q", [text()], [], [lost], positive=total, **fields) for total in (1.0, 0.0)]
+    html = page_of(tmp_path / "run", record(answers=answers, layers=["a", "b"]))
     assert not re.search(r"\b(nan|None|null|inf|undefined)\b", words_of(html), re.I)
     assert not re.search(r'="[^"]*\b(nan|None)\b', html)
-    assert "2 examples without a finite score are not shown" in words_of(html)
 
 
 def hostile_run(folder):
@@ -318,14 +234,13 @@ def test_hostile_texts_are_escaped_everywhere(tmp_path):
     run = hostile_run(tmp_path / "run")
     html = write_report(run).read_text(encoding="utf-8")
     scripts = 1 + html.count('<script type="application/json"')
-    assert Parsed(html).tags.count("script") == scripts  # the page's own and the JSON
-    page = Parsed(unfolded(html))
+    assert Page(html).tags.count("script") == scripts  # the page's own and the JSON
+    page = Page(unfolded(html))
     assert page.tags.count("script") == 2  # the page's own, and the words to search in
     assert not [key for key, _ in page.attributes if key.startswith("on")]
     assert all(re.fullmatch(r"[\w.-]+", name) for name in page.all("id"))
     assert "\x00" not in html
-    assert "<!--" not in re.sub(r"<style>.*?</style>", "", html)
-    assert Parsed((run / "index.html").read_text()).tags.count("script") == 1
+    assert "<!--" not in html
 
 
 def test_a_run_without_scores_says_what_to_do(tmp_path):
@@ -336,47 +251,23 @@ def test_a_run_without_scores_says_what_to_do(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("not json", "9.json is not JSON: .*`isokron score`"),
-        ("[1]", "9.json must be of format 'isokron scores', version 2, got None"),
-        ('{"format": "isokron scores", "version": 1}', "version 2, got .* version 1; score"),
-        (
-            '{"format": "isokron scores", "version": 2}',
-            "9.json: name must be a string, got None",
-        ),
+        ("not json", "JSONDecodeError"),
+        ("[1]", "TypeError"),
+        ('{"format": "isokron scores", "version": 1}', "got 'isokron scores', version 1"),
+        ('{"format": "isokron scores", "version": 2}', "KeyError: 'name'"),
+        (json.dumps(record(answers=[answer("q", [], 3, 3)])), "TypeError"),
     ],
 )
-def test_other_files_are_refused_by_name_and_leave_no_page(run, content, message):
+def test_a_damaged_or_foreign_file_is_refused_by_name_and_leaves_no_page(run, content, message):
     (run / "scores" / "9.json").write_text(content)
-    with pytest.raises(ValueError, match=message):
+    expected = f"9.json must be a whole file of 'isokron scores', version 2; .*{message}.* score"
+    with pytest.raises(ValueError, match=expected):
         write_report(run)
     assert not (run / "report.html").exists()
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        (
-            {"proponents": [{"example": 1}]},
-            r"answers\[1\].proponents\[0\].id must be a string, got None",
-        ),
-        ({"opponents": {}}, r"answers\[1\].opponents must be a list, got {}"),
-        ({"loss": "much"}, r"answers\[1\].loss must be a number or null, got 'much'"),
-        ({"histogram": [[1, 2], [3, 4]]}, r"answers\[1\].histogram must be \[edges, counts\]"),
-        ({"generated": "yes"}, r"answers\[1\].generated must be a boolean, got 'yes'"),
-        ({"tokens_counted": True}, r"answers\[1\].tokens_counted must be an integer, got True"),
-        ({"token_losses": ["x"]}, r"answers\[1\].token_losses\[0\] must be a number or null"),
-        ({"shown": ["text"]}, r"answers\[1\].shown\[0\] must be an object, got 'text'"),
-    ],
-)
-def test_a_damaged_field_is_named(tmp_path, fields, message):
-    run = write_run(tmp_path / "run", record(answers=[text_answer(), text_answer() | fields]))
-    with pytest.raises(ValueError, match=message):
-        write_report(run)
-
-
 def test_what_cannot_be_seen_is_made_readable():
     assert visible("a\tb\x07\u202e") == "a\tb␇⟨U+202E⟩"
-    assert snippet("one\n\n two  three", 9) == "one two…"
 
 
 NUMBERS = {
@@ -385,14 +276,19 @@ NUMBERS = {
 }
 SHARES = {
     **{0.123456: "+12.3 %", -0.00041: "−0.041 %", 1e-6: "+<0.001 %", 0.0: "0 %", 12.0: "+1,200 %"},
-    **{NAN: "–", 0.0012: "+0.120 %", 0.0005: "+0.05 %", -1.0: "−100 %", 0.001: "+0.100 %"},
+    **{float("nan"): "–", 0.0012: "+0.120 %", 0.0005: "+0.05 %", -1.0: "−100 %", 0.001: "+0.100 %"},
 }
 
 
 def test_numbers_have_three_digits():
     assert [number(value) for value in NUMBERS] == list(NUMBERS.values())
     assert [percent(value).replace("\u00a0", " ") for value in SHARES] == list(SHARES.values())
-    assert [signed(value) for value in (1.5, -1.5, 0.0, None)] == ["+1.50", "−1.50", "0", "–"]
+    assert [number(value, plus=True) for value in (1.5, -1.5, 0.0, None)] == [
+        "+1.50",
+        "−1.50",
+        "0",
+        "–",
+    ]
 
 
 @pytest.fixture(scope="module")

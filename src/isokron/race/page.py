@@ -39,7 +39,6 @@ def page(result: Result) -> str:
     return render.render(
         "race.html",
         title=f"Optimizers on {result.settings['task']}",
-        html=render,
         s=result.settings,
         winner=winner.optimizer if winner is not None else None,
         sentences=sentences(result),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
 import re
 import unicodedata
@@ -13,17 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from isokron.files import write_atomically
-from isokron.report.charts import Histogram, draw_histogram
-from isokron.report.render import FOLDER, environment, percent, plural, render
-from isokron.report.scores import REMEDY, read_scores
+from isokron.report.charts import Chart, draw_histogram
+from isokron.report.render import percent, plural, render
 
-PAGE, INDEX = "report.html", "index.html"
-GENERATOR = 'content="isokron report"'  # in the head of the templates
+FORMAT, VERSION = "isokron scores", 2  # of scores/*.json
 LAYERS = 12  # layers of a card that get a bar
 LINES, COLUMNS = 14, 62  # a longer text is cut off and unfolds
 SMALL = 96  # images up to this width show their pixels as squares
 UNSEEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # Unicode categories that leave no mark or break lines
-ORDERS = ("per_token", "cosine")  # of cards, besides the share
 MODES = {"mean": "Mean of {}", "nearest": "Nearest of {}"}
 
 Json = dict[str, Any]
@@ -32,121 +28,105 @@ Json = dict[str, Any]
 def write_report(folder: Path, out: Path | None = None, top: int | None = None) -> Path:
     """Write the page of all scores in a run, and return its path.
 
-    It reads scores/*.json only, and the same files give the same bytes. With several sets of
-    queries an index.html is written beside it.
+    It reads scores/*.json only, and the same files give the same bytes.
     out: the page, by default report.html in the folder.
-    top: at most so many proponents and opponents per query.
+    top: at most so many proponents and opponents per query; by default all in the files.
     """
-    path = Path(folder) / PAGE if out is None else Path(out)
-    index = path.with_name(INDEX)
-    context = _context(read_scores(Path(folder), top))
-    # an index.html that another command wrote is left alone
-    free = not index.exists() or GENERATOR in index.read_text(encoding="utf-8", errors="replace")
-    several = len(context["sets"]) > 1 and free and path != index
-    context |= {"page": path.name, "index": INDEX if several else None}
-    environment().filters["script_json"] = script_json
-    files = FOLDER / "attribution.css", FOLDER / "attribution.js"
-    for target, template in [(path, "attribution.html"), (index, "index.html")][: 1 + several]:
-        html = render(template, *files, **context)
-        # half of a surrogate pair, as a tokenizer may leave one, has no bytes in UTF-8
-        write_atomically(target, [html.encode("utf-8", "replace")])
-    return path
+    if top is not None and top < 1:
+        raise ValueError(f"top must be at least 1, got {top}")
+    paths = sorted((Path(folder) / "scores").glob("*.json"))
+    if not paths:
+        raise FileNotFoundError(
+            f"no scores in {str(folder)!r}; score some queries first with `isokron score`"
+        )
+    sets = [_read(path, top) for path in paths]
+    panes = [pane for record in sets for pane in record["panes"]]
+    html = render("attribution.html", sets=sets, panes=panes, repeated=_repeated(panes))
+    page = Path(folder) / "report.html" if out is None else Path(out)
+    # half of a surrogate pair, as a tokenizer may leave one, has no bytes in UTF-8
+    write_atomically(page, [html.encode("utf-8", "replace")])
+    return page
 
 
-def _context(sets: Sequence[Json]) -> Json:
-    """The variables of the templates."""
-    places: dict[int, list[Json]] = defaultdict(list)
-    panes: list[Json] = []
-    for record in sets:
-        # the id is part of links
-        digest = hashlib.sha256(record["name"].encode("utf-8", "replace")).hexdigest()[:12]
-        plain = re.fullmatch(r"[A-Za-z0-9_-]+", record["name"])
-        record["id"] = f"set-{record['name'] if plain else digest}"
-        record["panes"] = [_pane(record, k) for k in range(len(record["answers"]))]
-        panes += record["panes"]
-    cards = [card for pane in panes for card in pane["cards"]]
-    for card in cards:
-        places[card["example"]].append(card)
-    for card in cards:
-        card["others"] = len({place["pane_id"] for place in places[card["example"]]}) - 1
-    repeated = [same for same in places.values() if same[0]["others"]]
-    return {
-        "title": f"Training examples that shaped {sets[0]['run']['model']}",
-        "sets": sets,
-        "panes": panes,
-        "words": [[pane["words"], *(card["words"] for card in pane["cards"])] for pane in panes],
-        "orders": [key for key in ORDERS if any(card[key] is not None for card in cards)],
-        "repeated": sorted(repeated, key=lambda same: (-same[0]["others"], same[0]["example"])),
-    }
+def _read(path: Path, top: int | None) -> Json:
+    """The scores of one set of queries, with a pane for every answer."""
+    try:
+        record: Json = json.loads(path.read_text(encoding="utf-8"))
+        if (record["format"], record["version"]) != (FORMAT, VERSION):
+            raise ValueError(f"got {record['format']!r}, version {record['version']!r}")
+        # ids are parts of links, in which other characters would have to be encoded
+        safe = re.sub("[^A-Za-z0-9-]", lambda match: f"_{ord(match[0]):x}_", record["name"])
+        record["id"] = f"set-{safe}"
+        record["panes"] = [_pane(record, k, top) for k in range(len(record["answers"]))]
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path} must be a whole file of {FORMAT!r}, version {VERSION}; "
+            f"{type(error).__name__}: {error}; score the queries again with `isokron score`"
+        ) from error
+    return record
 
 
-def _pane(record: Json, k: int) -> Json:
+def _repeated(panes: Sequence[Json]) -> list[list[Json]]:
+    """Cards of every training example that comes up for several queries, by how many they are."""
+    by_example: dict[int, list[Json]] = defaultdict(list)
+    for card in (card for pane in panes for card in pane["cards"]):
+        by_example[card["example"]].append(card)
+        card["places"] = by_example[card["example"]]
+    repeated = [cards for cards in by_example.values() if len(cards) > 1]
+    return sorted(repeated, key=lambda cards: (-len(cards), cards[0]["example"]))
+
+
+def _pane(record: Json, k: int, top: int | None) -> Json:
     """One answer, as its template shows it. Shares are of the sum of its positive scores."""
     answer, mode = record["answers"][k], record["method"]["mode"]
-    shown, unit = answer["shown"], answer["positive"] or None
-    title = snippet(answer["query"]) or f"query {k + 1}"
+    shown, unit = answer["shown"], answer["positive"]
+    title = visible(answer["query"]) or f"query {k + 1}"
     if mode in MODES:
         title = MODES[mode].format(plural(len(shown), "query", "queries"))
-    pane = answer | {"id": f"{record['id']}.{k}", "title": title, "unit": unit}
-    pane["labels"] = sorted({example["label"] for example in shown if example["label"]})
-    # few examples may all have one sign: only negative scores are opponents
-    sides = {
-        "for": [item for item in answer["proponents"] if (item["score"] or 0.0) > 0],
-        "against": [item for item in answer["opponents"] if (item["score"] or 0.0) < 0],
-    }
-    largest = max((abs(item["score"]) for items in sides.values() for item in items), default=1.0)
+    pane = answer | {"id": f"{record['id']}.{k}", "title": title}
+    sides = {"for": answer["proponents"][:top], "against": answer["opponents"][:top]}
     pane["sides"] = {
-        side: [_card(pane, side, item, largest, record["layers"]) for item in items]
+        side: [_card(pane, side, item, record["layers"]) for item in items]
         for side, items in sides.items()
     }
     pane["cards"] = pane["sides"]["for"] + pane["sides"]["against"]
-    items = answer["proponents"] + answer["opponents"]
-    pane["unscored"] = sum(item["score"] is None for item in items)
+    pane["largest"] = max((abs(card["score"]) for card in pane["cards"]), default=1.0)
     pane["said"] = visible(answer["said"] or "")
     pane["error"] = _share(answer["standard_error"], unit)
-    pane["chart"] = _histogram(pane) if answer["histogram"] else ""
-    alone = len(shown) == 1
+    pane["chart"] = _histogram(pane)
     # scores and losses by token belong to a query that was asked alone
+    alone = len(shown) == 1
     scores, losses = (answer["token_scores"], answer["token_losses"]) if alone else ([], [])
-    total = sum(abs(score or 0.0) for score in scores)
+    total = sum(map(abs, scores))
     shares = [_share(score, total) for score in scores]
     pane["queries"] = [_text(example, shares, losses) for example in shown]
-    # a short text may be its own title
-    text = pane["queries"][0]["all"] if alone else ""
-    pane["brief"] = "" if text == answer["query"] else snippet(text)
-    labels = " ".join(f"label {label}" for label in pane["labels"])
-    pane["words"] = f"{title} {labels} {' '.join(q['all'] for q in pane['queries'])}".lower()
+    words = " ".join([title.lower(), *(text["words"] for text in pane["queries"])])
+    pane["words"] = [words, *(card["words"] for card in pane["cards"])]
     return pane
 
 
-def _card(pane: Json, side: str, item: Json, largest: float, layers: Sequence[str]) -> Json:
+def _card(pane: Json, side: str, item: Json, layers: Sequence[str]) -> Json:
     """One training example among the foremost of an answer."""
-    shown, unit = item["shown"], pane["unit"]
-    text = _text(shown, [_share(score, unit) for score in item["tokens"]])
+    unit = pane["positive"]
+    text = _text(item["shown"], [_share(score, unit) for score in item["tokens"]])
     return item | {
         "name": item["id"],
         "id": f"{pane['id']}.{side}.{item['example']}",
-        "pane_id": pane["id"],
         "pane_title": pane["title"],
-        "share": _share(item["score"], unit) if item["share"] is None else item["share"],
         "per_token": _share(item["per_token"], unit),
-        "width": 100 * abs(item["score"]) / largest,
         "text": text,
-        "bars": _bars(layers, item["layers"], unit),
-        "words": f"{item['id']} label {shown['label'] or ''} {text['all']}".lower(),
+        "bars": _bars(layers, item["layers"], unit) if item["layers"] else [],
+        "words": f"{item['id'].lower()} {text['words']}",
     }
 
 
-def _bars(names: Sequence[str], scores: Sequence[float | None], unit: float | None) -> list[Json]:
+def _bars(names: Sequence[str], scores: Sequence[float], unit: float) -> list[Json]:
     """The layers with the largest scores, and the sum of the others."""
-    if len(names) != len(scores):
-        return []
-    pairs = [(name, score or 0.0) for name, score in zip(names, scores, strict=True)]
-    pairs.sort(key=lambda pair: -abs(pair[1]))
+    pairs = sorted(zip(names, scores, strict=True), key=lambda pair: -abs(pair[1]))
     if others := pairs[LAYERS:]:
         name = f"the other {plural(len(others), 'layer')}"
         pairs[LAYERS:] = [(name, sum(score for _, score in others))]
-    largest = max((abs(score) for _, score in pairs), default=0.0) or 1.0
+    largest = max(abs(score) for _, score in pairs) or 1.0
     return [
         {"name": name, "share": _share(score, unit), "width": 100 * abs(score) / largest}
         for name, score in pairs
@@ -156,59 +136,52 @@ def _bars(names: Sequence[str], scores: Sequence[float | None], unit: float | No
 def _histogram(pane: Json) -> str:
     """All scores of a query as percentages, with the cards' marked below."""
     edges, counts = pane["histogram"]
-    unit, total = pane["unit"], int(sum(counts))
+    unit, total = pane["positive"], sum(counts)
     factor = 100 / unit if unit else 1.0
-    shown = " and ".join(map(plural, map(len, pane["sides"].values()), ("proponent", "opponent")))
-    marks = [[card["score"] * factor for card in cards] for cards in pane["sides"].values()]
+    marked = " and ".join(map(plural, map(len, pane["sides"].values()), ("proponent", "opponent")))
     ends = " to ".join(percent(_share(edge, unit)) for edge in (edges[0], edges[-1]))
-    chart = Histogram(
+    chart = Chart(
         f"{pane['id']}.scores",
         f"Scores of all {plural(total, 'training example')}",
-        f"{plural(total, 'score')}, {ends}; {shown} are marked.",
+        f"{plural(total, 'score')}, {ends}; {marked} are marked.",
         "share of the query's positive influence, %" if unit else "score",
-        "examples",
-        [edge * factor for edge in edges],
-        [int(count) for count in counts],
-        list(enumerate(marks, 1)),
     )
-    return draw_histogram(chart)
+    marks = [[card["score"] * factor for card in cards] for cards in pane["sides"].values()]
+    return draw_histogram(chart, [edge * factor for edge in edges], counts, marks)
 
 
-def _text(shown: Json, shares: Sequence[float | None], losses: Sequence[float | None] = ()) -> Json:
+def _text(shown: Json, shares: Sequence[float | None], losses: Sequence[float] = ()) -> Json:
     """What a reader sees of an example; the script cuts the text into tokens and colours them."""
-    tokens = [visible(token) for token in shown["tokens"]]
-    text, context = "".join(tokens), visible(shown["context"] or "")
+    tokens = [visible(token) for token in shown.get("tokens", ())]
+    text, context = "".join(tokens), visible(shown.get("context", ""))
     lines = sum(1 + len(line) // COLUMNS for line in (context + text).split("\n"))
-    values = {"shares": shares, "losses": losses}
     data = {
         name: " ".join("?" if value is None else f"{value:.4g}" for value in numbers)
-        for name, numbers in values.items()
+        for name, numbers in (("shares", shares), ("losses", losses))
         if len(numbers) == len(tokens) > 0
     }
     if data:
         # JavaScript counts UTF-16 units
-        data["cuts"] = " ".join(str(len(t.encode("utf-16-le")) // 2) for t in tokens)
-    title, image = visible(shown["title"] or ""), shown["image"] or ""
-    try:
-        # every PNG file has its width in bytes 16 to 19
-        width = int.from_bytes(base64.b64decode(image[:32])[16:20], "big")
-    except ValueError:
-        raise ValueError(f"image must be a PNG file in base64, got {image:.40}; {REMEDY}") from None
+        data["cuts"] = " ".join(str(len(token.encode("utf-16-le")) // 2) for token in tokens)
+    title, label = visible(shown.get("title", "")), shown.get("label", "")
+    full, image = f"{title} {context}{text}".strip(), shown.get("image", "")
     return {
-        **{"text": text, "context": context, "title": title, "label": shown["label"], "data": data},
-        **{"lines": lines if lines > LINES else 0, "all": f"{title} {context}{text}".strip()},
-        **{"image": image, "pixels": width <= SMALL},
+        "text": text,
+        "context": context,
+        "title": title,
+        "label": label,
+        "data": data,
+        "lines": lines if lines > LINES else 0,
+        "all": full,
+        "words": f"label {label} {full}".lower(),
+        "image": image,
+        # every PNG file has its width in bytes 16 to 19
+        "pixels": int.from_bytes(base64.b64decode(image[:32])[16:20], "big") <= SMALL,
     }
 
 
-def _share(value: float | None, unit: float | None) -> float | None:
+def _share(value: float | None, unit: float) -> float | None:
     return None if value is None or not unit else value / unit
-
-
-def snippet(text: str, limit: int = 90) -> str:
-    """The beginning in one line."""
-    line = visible(" ".join(text[: 4 * limit].split()))
-    return line if len(line) <= limit else line[: limit - 1].rstrip() + "…"
 
 
 def visible(text: str) -> str:
@@ -222,9 +195,3 @@ def visible(text: str) -> str:
         else (chr(0x2400 + ord(char)) if ord(char) < 0x20 else f"⟨U+{ord(char):04X}⟩")
         for char in text
     )
-
-
-def script_json(value: Any) -> str:
-    """JSON that can stand in a <script> element: neither its end nor a comment can begin."""
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-    return text.replace("</", "<\\/").replace("<!--", "\\u003c!--")

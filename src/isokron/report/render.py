@@ -1,113 +1,49 @@
-"""HTML of self-contained pages: the jinja2 environment, number formats, and parts of a page."""
+"""Self-contained HTML pages from the templates of this package, and number formats."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from isokron.report.charts import CSS, Plot, draw
-
 FOLDER = Path(__file__).parent
-Cells = Iterable[Sequence[str]]
-SHORT = 14  # characters of a name that stays on one line
 MISSING = "–"  # stands for a number that is absent or not finite
 SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 @cache
 def environment() -> Any:
-    """The templates of this package, with autoescape and the number formats as filters."""
+    """The templates, with autoescape; charts and number formats are filters."""
     # number formats are imported by code that prints tables, which should not wait for jinja2
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    folder = FileSystemLoader(FOLDER / "templates")
-    templates = Environment(loader=folder, autoescape=True, undefined=StrictUndefined)
-    templates.trim_blocks = templates.lstrip_blocks = True
-    formats = (number, signed, percent, plural, dotted, words)
-    templates.filters.update({function.__name__: function for function in formats})
+    # charts are drawn by templates themselves
+    from isokron.report.charts import COLOURS, draw, draw_dots
+
+    templates = Environment(
+        loader=FileSystemLoader(FOLDER / "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    for function in (number, percent, plural, memory, words, draw, draw_dots):
+        templates.filters[function.__name__] = function
+    templates.globals |= {"source": source, "COLOURS": COLOURS}
+    # text in any script as itself is shorter than \u escapes
+    templates.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":")}
     return templates
 
 
-def render(template: str, *files: Path, **context: Any) -> str:
-    """A page from a template that extends page.html, with all styles and scripts inside.
-
-    files: .css and .js besides those of every page. context: the template's variables and `title`.
-    """
-    paths = [CSS, FOLDER / "page.css", FOLDER / "page.js", *files]
-    texts = [(path.suffix, path.read_text(encoding="utf-8")) for path in paths]
-    style = "".join(text for suffix, text in texts if suffix == ".css")
-    script = "".join(text for suffix, text in texts if suffix == ".js")
-    page = environment().get_template(template)
-    return page.render(style=style, script=script, **context)
+def source(name: str) -> str:
+    """A style sheet or script of this package."""
+    return (FOLDER / name).read_text(encoding="utf-8")
 
 
-def document(title: str, body: str, *files: Path) -> str:
-    """A page around a body of HTML."""
-    return render("page.html", *files, title=title, body=body)
-
-
-def figure(plot: Plot, caption: str) -> str:
-    """A line plot whose curves are read out below it by pointing, unless it has marks."""
-    curves = [
-        {"label": line.label, "points": line.points}
-        for line in plot.lines
-        if not line.thin and line.points and not plot.marks
-    ]
-    axis = (plot.x_label, plot.x_log and bool(curves))
-    return _part("figure", plot.title, draw(plot), caption, json.dumps(curves), *axis)
-
-
-def framed(title: str, svg: str, caption: str) -> str:
-    """A figure that does not react to the pointer."""
-    return _part("framed", title, svg, caption)
-
-
-def plots(figures: Iterable[str]) -> str:
-    """Figures side by side where there is room."""
-    return '<div class="plots">\n' + "\n".join(figures) + "\n</div>"
-
-
-def table(head: Sequence[str], cells: Cells, kind: str = "") -> str:
-    """Rows under a head, the first cell of each naming it.
-
-    kind: "words" for running text, "names" where the first cells are dotted names.
-    """
-    return _part("table", head, list(cells), kind)
-
-
-def sortable(
-    label: str, head: Sequence[str], cells: Cells, keys: Iterable[Sequence[float | str]]
-) -> str:
-    """A table of dotted names whose heads sort it, by the numbers or words behind the texts."""
-    rows = [list(zip(row, by, strict=True)) for row, by in zip(cells, keys, strict=True)]
-    return _part("sortable", label, head, rows)
-
-
-def scroll(label: str, inside: str, kind: str = "") -> str:
-    """A table that scrolls in its own box, by keyboard too. inside: HTML of its rows."""
-    return _part("scroll", label, inside, kind)
-
-
-def bullets(lines: Iterable[str]) -> str:
-    """A list of sentences."""
-    return _part("bullets", list(lines))
-
-
-def settings_table(settings: Mapping[str, Any]) -> str:
-    """All settings, folded away."""
-    return _part("settings", settings)
-
-
-def _part(name: str, *arguments: Any) -> str:
-    """The HTML of a macro in parts.html.
-
-    A plain string: pages that are put together by `+` would escape the neighbours of a Markup.
-    """
-    return str(getattr(environment().get_template("parts.html").module, name)(*arguments))
+def render(template: str, **context: Any) -> str:
+    """A page from a template and its variables, with all styles and scripts inside."""
+    return str(environment().get_template(template).render(**context))
 
 
 def words(value: Any) -> str:
@@ -117,16 +53,6 @@ def words(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(words, value)) or "none"
     return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def dotted(name: str) -> str:
-    """A name that may break after its dots and underscores, if it is long."""
-    from markupsafe import Markup, escape
-
-    text = escape(name)
-    if len(name) > SHORT:
-        text = text.replace(".", Markup(".<wbr>")).replace("_", Markup("_<wbr>"))
-    return text
 
 
 def memory(size: int) -> str:
@@ -145,8 +71,11 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def number(value: float | None) -> str:
-    """Three digits: 0.0123, −128,714, 1.20 × 10⁻⁷; a dash where there is no finite number."""
+def number(value: float | None, plus: bool = False) -> str:
+    """Three digits: 0.0123, −128,714, 1.20 × 10⁻⁷; a dash where there is no finite number.
+
+    plus: a positive number has a sign, too.
+    """
     if value is None or not math.isfinite(value):
         return MISSING
     size = abs(value)
@@ -157,29 +86,25 @@ def number(value: float | None) -> str:
         text = f"{size:,.0f}"
     else:
         text = f"{size:#.3g}".removesuffix(".") if size else "0"
-    return f"−{text}" if value < 0 else text
+    return _sign(value, plus) + text
 
 
-def signed(value: float | None) -> str:
-    """A number with its sign also where it is positive."""
-    text = number(value)
-    return f"+{text}" if text != MISSING and value is not None and value > 0 else text
-
-
-def percent(share: float | None, sign: bool = True) -> str:
+def percent(share: float | None, plus: bool = True) -> str:
     """A share of 1 in percent: +12.3 %, −0.041 %; below 0.001 % only that it is below."""
     if share is None or not math.isfinite(share):
         return MISSING
     size = abs(100 * share)
-    if 0 < size < 1e-3:
-        text = "<0.001"
-    else:
-        text = number(float(f"{size:.3f}"))  # 0.041 and not 0.0410: at most three decimals
-        text = text.rstrip("0").rstrip(".") if size < 0.1 and "." in text else text
-    prefix = "−" if share < 0 else "+" if share > 0 and sign else ""
-    return f"{prefix}{text}\u00a0%"
+    text = "<0.001" if 0 < size < 1e-3 else number(float(f"{size:.3f}"))
+    if size < 0.1 and "." in text:
+        # 0.041 and not 0.0410: at most three decimals
+        text = text.rstrip("0").rstrip(".")
+    return f"{_sign(share, plus)}{text}\u00a0%"
 
 
-def plural(value: int, one: str, many: str = "") -> str:
+def _sign(value: float, plus: bool) -> str:
+    return "−" if value < 0 else "+" if value > 0 and plus else ""
+
+
+def plural(value: int, singular: str, plural_form: str = "") -> str:
     """A count with its noun: 1 query, 12 queries."""
-    return f"{value:,} {one if value == 1 else many or one + 's'}"
+    return f"{value:,} {singular if value == 1 else plural_form or singular + 's'}"
