@@ -101,9 +101,7 @@ def test_query_pane_shows_loss_what_the_model_said_and_the_check_by_training(tmp
     assert "12.0 nats over 5 tokens, 2.40 each" in said
     assert "The model would have said We have the truth" in said
     assert "written by the model itself" in said
-    assert (
-        "One gradient step of the same length, from the same weights, changed this query's" in said
-    )
+    assert "One gradient step of the same length, from the same weights, changed this" in said
     assert "10 top proponents −0.800 nats 10 random examples −0.0500 nats" in said
     assert "10 top opponents +0.300 nats" in said
     assert 'data-losses="4 2 0.5 3.5 2"' in html
@@ -283,12 +281,8 @@ SHARES = {
 def test_numbers_have_three_digits():
     assert [number(value) for value in NUMBERS] == list(NUMBERS.values())
     assert [percent(value).replace("\u00a0", " ") for value in SHARES] == list(SHARES.values())
-    assert [number(value, plus=True) for value in (1.5, -1.5, 0.0, None)] == [
-        "+1.50",
-        "−1.50",
-        "0",
-        "–",
-    ]
+    signed = {1.5: "+1.50", -1.5: "−1.50", 0.0: "0", None: "–"}
+    assert [number(value, plus=True) for value in signed] == list(signed.values())
 
 
 @pytest.fixture(scope="module")
@@ -334,10 +328,9 @@ def test_page_fits_and_nothing_complains(browser, run, tmp_path, kind, width):
 def test_a_page_of_100_queries_opens_with_few_nodes(browser, tmp_path):
     path = write_report(write_run(tmp_path / "run", many()))
     browser.open(path)
-    nodes = "document.querySelectorAll('*').length"
-    before = browser.value(nodes)
-    assert before < 8_000  # all queries together have more than 400,000 tokens
-    assert browser.value("document.querySelectorAll('.query').length") == 100
+    # all queries together have more than 400,000 tokens
+    assert browser.value("document.querySelectorAll('*').length") < 8_000
+    assert browser.value("queries.length") == 100
     assert browser.value("document.querySelectorAll('.card').length") == 20
     browser.value("queries[99].querySelector('summary').click()")
     browser.value("new Promise((done) => setTimeout(done, 100))")
@@ -413,9 +406,8 @@ def test_search_leaves_queries_and_examples_with_all_words(browser, run):
     search(browser, "id-9 truths")
     assert browser.value("matches.textContent") == "2 of 11 queries, 2 examples"
     visible_cards = "[...queries[{}].querySelectorAll('.card')].filter((card) => !card.hidden)"
-    assert browser.value(f"{visible_cards.format(0)}.map((card) => card.id)") == [
-        "set-first.0.against.9"
-    ]
+    (card,) = browser.value(f"{visible_cards.format(0)}.map((card) => card.id)")
+    assert card == "set-first.0.against.9"
     # a query that is opened later shows the matching examples only
     browser.value("queries[1].open = true; new Promise((done) => setTimeout(done, 50))")
     assert browser.value(f"{visible_cards.format(1)}.length") == 1
@@ -426,9 +418,8 @@ def test_search_leaves_queries_and_examples_with_all_words(browser, run):
 
 def test_cards_can_be_ordered_by_share_per_token_or_cosine(browser, run):
     browser.open(write_report(run))
-    order = (
-        "[...queries[0].querySelectorAll('.for .card')].map((c) => [c.id.at(-1), c.innerText[0]])"
-    )
+    cards = "[...queries[0].querySelectorAll('.for .card')]"
+    order = f"{cards}.map((card) => [card.id.at(-1), card.innerText[0]])"
     for key, expected in (("share", "78"), ("per_token", "78"), ("cosine", "87"), ("share", "78")):
         browser.value(f"document.querySelector('[value={key}]').click()")
         ids, ranks = zip(*browser.value(order), strict=True)

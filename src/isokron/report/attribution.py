@@ -34,7 +34,7 @@ def write_report(folder: Path, out: Path | None = None, top: int | None = None) 
     """
     if top is not None and top < 1:
         raise ValueError(f"top must be at least 1, got {top}")
-    paths = sorted((Path(folder) / "scores").glob("*.json"))
+    paths = sorted((folder / "scores").glob("*.json"))
     if not paths:
         raise FileNotFoundError(
             f"no scores in {str(folder)!r}; score some queries first with `isokron score`"
@@ -42,7 +42,7 @@ def write_report(folder: Path, out: Path | None = None, top: int | None = None) 
     sets = [_read(path, top) for path in paths]
     panes = [pane for record in sets for pane in record["panes"]]
     html = render("attribution.html", sets=sets, panes=panes, repeated=_repeated(panes))
-    page = Path(folder) / "report.html" if out is None else Path(out)
+    page = out or folder / "report.html"
     # half of a surrogate pair, as a tokenizer may leave one, has no bytes in UTF-8
     write_atomically(page, [html.encode("utf-8", "replace")])
     return page

@@ -118,7 +118,6 @@ def draw(plot: Plot) -> str:
         to_y=to_y,
         x_ticks=[(x, tick_text(x)) for x in ticks(x_low, x_high, plot.x_log, count=4)],
         y_ticks=[(y, tick_text(y, longest)) for y in ticks(y_low, y_high, plot.y_log)],
-        goal=plot.goal if plot.goal is not None and y_low <= plot.goal <= y_high else None,
         labels=list(zip(labelled, names, _label_places(labelled, to_y, area), strict=True)),
     )
 

@@ -18,7 +18,7 @@ def environment() -> Any:
     # number formats are imported by code that prints tables, which should not wait for jinja2
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    # charts are drawn by templates themselves
+    # here and not above: charts.py itself draws by these templates
     from isokron.report.charts import COLOURS, draw, draw_dots
 
     templates = Environment(
