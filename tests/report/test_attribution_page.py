@@ -80,7 +80,7 @@ def test_the_page_is_written_without_torch(run):
     assert not {"torch", "numpy", "True"} & set(done.stdout.split())
 
 
-def test_header_tells_method_scoring_noise_damping_coverage_time_and_command(tmp_path):
+def test_header_tells_method_scoring_noise_damping_coverage_and_command(tmp_path):
     exact = words_of(page_of(tmp_path / "exact", record()))
     assert "For 1 query, these of the 1,234 training examples in toy.jsonl" in exact
     assert "K-FAC, empirical Fisher" in exact
@@ -193,11 +193,15 @@ def test_same_files_give_the_same_page(run, tmp_path):
     assert str(run).encode() not in first
 
 
-def test_top_limits_the_examples_of_each_side(run):
-    html = unfolded(write_report(run, top=1).read_text())
-    assert html.count('class="card"') == 20
+def test_top_limits_the_examples_of_each_side(tmp_path):
+    scores = (3.0, 2.0, 1.0, -3.0, -2.0, -1.0)
+    items = [item(n, score, image("1")) for n, score in enumerate(scores)]
+    content = record("pictures", [answer("q", [image("1")], items[:3], items[3:])])
+    page = Page(page_of(tmp_path / "run", content, top=2))
+    cards = [name for name in page.all("id") if re.search(r"(for|against)\.\d$", name)]
+    assert [name[-1] for name in cards] == ["0", "1", "3", "4"]
     with pytest.raises(ValueError, match="top must be at least 1, got 0"):
-        write_report(run, top=0)
+        write_report(tmp_path / "run", top=0)
 
 
 def test_missing_numbers_are_never_written_as_none(tmp_path):

@@ -1,10 +1,11 @@
 """Charts are valid SVG, described for screen readers, and parts of a page are escaped."""
 
+import re
 from xml.etree import ElementTree
 
 import pytest
 
-from isokron.report.charts import Chart, Dots, Row, draw_dots, draw_histogram
+from isokron.report.charts import Chart, Dots, Line, Plot, Row, draw, draw_dots, draw_histogram
 from isokron.report.render import environment
 
 HOSTILE = "<i>\"&'"
@@ -19,6 +20,14 @@ def test_charts_are_valid_xml_with_title_and_description():
         root = ElementTree.fromstring(svg)
         assert root.find("title").text == chart.title
         assert root.find("desc").text == chart.description
+
+
+def test_labels_stand_in_the_order_of_the_ends_of_their_curves():
+    lines = [Line(f"curve {end}", 1, [(0, 9.0), (1, end)]) for end in (1.0, 3.0, 1.01, 8.0)]
+    svg = draw(Plot("p", "t", "d", "x", "y", lines))
+    labels = re.findall(r'class="label.* y="([\d.]+)"><title>(.*)</title>', svg)
+    names = [name for _, name in sorted(labels, key=lambda label: float(label[0]))]
+    assert names == ["curve 8.0", "curve 3.0", "curve 1.01", "curve 1.0"]
 
 
 @pytest.mark.parametrize(
