@@ -60,8 +60,8 @@ def _read(path: Path, top: int | None) -> Json:
         record["panes"] = [_pane(record, k, top) for k in range(len(record["answers"]))]
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{path} must be a whole file of {FORMAT!r}, version {VERSION}; "
-            f"{type(error).__name__}: {error}; score the queries again with `isokron score`"
+            f"{path} is damaged, or no file of {FORMAT!r}, version {VERSION} "
+            f"({type(error).__name__}: {error}); score the queries again with `isokron score`"
         ) from error
     return record
 
