@@ -33,10 +33,9 @@ def demo(
 ) -> None:
     """Race three optimizers on a small language model, and show which examples taught it."""
     with reported(2):
-        from isokron.race.race import prepare
-        from isokron.race.run_files import holds
+        from isokron.race.race import Race, holds
 
-        race = prepare("speeches-tiny", RATES, STEPS, 1, RATES)
+        race = Race("speeches-tiny", RATES, STEPS, 1, RATES)
         if holds(out, race.settings, but=VARYING):
             shutil.rmtree(out)
     typer.echo("A byte-level language model learns from presidents' speeches.", err=True)
