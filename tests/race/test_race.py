@@ -13,7 +13,7 @@ from isokron.race.results import Standing
     ("best", "following"), [(1.0, 3.0), (0.1, 0.0333), (0.3, None), (None, 0.0333)]
 )
 def test_a_sweep_grows_beyond_the_edge_its_best_lies_at(best, following):
-    assert next_lr(Standing("adamw", (0.1, 0.3, 1.0), best)) == following
+    assert next_lr(Standing("adamw", [0.1, 0.3, 1.0], best)) == following
 
 
 def test_runs_are_interleaved_by_seed_then_position_then_optimizer():
@@ -32,9 +32,9 @@ def test_default_sweeps_grow_at_most_twice_and_given_ones_never(task):
     spec = "torch.optim:SGD"
     result = race.run(task, [spec], steps=2, seeds=1, lrs={"adamw": [1e-3, 3e-3]})
     adamw, sgd = result.standings
-    assert adamw.lrs == (1e-3, 3e-3)
+    assert adamw.lrs == [1e-3, 3e-3]
     assert adamw.edge
-    assert sgd.lrs == (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 9e-2)
+    assert sgd.lrs == [3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 9e-2]
     assert sgd.best_lr == 9e-2
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from isokron.files import write_atomically
-from isokron.optimizers_by_name import YARDSTICK
 from isokron.race.results import Result, Run, Standing, mean_curve, mean_finals
 from isokron.report import render
 from isokron.report.charts import COLOURS, Line, Mark, Plot, standalone
@@ -20,8 +19,8 @@ from isokron.report.render import MISSING, finite, memory
 WIDE = 8.0  # a loss that falls by more than this factor reads better on a log scale
 SETTLED = 0.12  # share of the steps after which the fall from the start no longer fills the plot
 CSV_COLUMNS = (
-    *("optimizer", "lr", "seed", "schedule_steps", "status", "final", "best"),
-    *("model_seconds", "optimizer_seconds", "optimizer_bytes", "message"),
+    *("optimizer", "lr", "seed", "schedule", "status", "final", "message"),
+    *("model_seconds", "optimizer_seconds", "optimizer_bytes"),
 )
 
 
@@ -38,35 +37,27 @@ def write_reports(result: Result, folder: Path) -> None:
 
 def as_json(result: Result) -> str:
     """Settings, standings, runs; the training loss of every step stays in the runs' files."""
-    runs, probes = ([_record(run) for run in part] for part in (result.runs, result.probes))
-    value = asdict(result) | {"runs": runs, "probes": probes}
+    value = asdict(result) | {"runs": _records(result.runs), "probes": _records(result.probes)}
     return json.dumps(finite(value), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def as_csv(result: Result) -> str:
     """One row per run, diverged and failed ones too, and those on shorter schedules."""
-    steps = result.settings["steps"]
-    rows = [
-        _record(run)
-        | {"schedule_steps": run.schedule or steps, "best": min(run.eval_losses, default=None)}
-        for run in (*result.runs, *result.probes)
-    ]
-    # an optimizer's runs of the race come first; on shorter schedules, the longest does
-    rows.sort(key=lambda row: (row["optimizer"], -row["schedule_steps"], row["lr"], row["seed"]))
     file = io.StringIO()
     writer = csv.DictWriter(file, CSV_COLUMNS, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows)
+    writer.writerows(finite(_records([*result.runs, *result.probes])))
     return file.getvalue()
 
 
-def _record(run: Run) -> dict[str, Any]:
-    return {k: v for k, v in asdict(run).items() if k != "train_losses"} | {"final": run.final}
+def _records(runs: list[Run]) -> list[dict[str, Any]]:
+    records = [asdict(run) | {"final": run.final} for run in runs]
+    return [{k: v for k, v in record.items() if k != "train_losses"} for record in records]
 
 
 def page(result: Result) -> str:
     """The page as one HTML file that needs nothing else."""
-    palette, winner = colours(result), result.winner
+    winner = result.winner
     runs = result.runs_of(winner.optimizer, winner.best_lr) if winner is not None else []
     head, *rows = table(result)
     return render.render(
@@ -77,7 +68,7 @@ def page(result: Result) -> str:
         winner=winner.optimizer if winner is not None else None,
         sentences=sentences(result),
         columns=head,
-        rows=[(palette[row[0]] % COLOURS, row) for row in rows],
+        rows=[(i % COLOURS, row) for i, row in enumerate(rows)],
         plots=(loss_plot(result, "step"), loss_plot(result, "time"), learning_rates(result)),
         samples=[run.sample for run in runs if run.sample],
         goal=result.goal,
@@ -138,7 +129,7 @@ def _shortest_cells(s: Standing, result: Result) -> dict[str, str]:
     steps, goal = result.settings["steps"], result.goal
     if goal is None:
         cells = (MISSING, MISSING)
-    elif s.optimizer == YARDSTICK:
+    elif s is result.standings[0]:
         cells = (f"{steps} steps", f"{steps * s.step_seconds:.2f} s")
     elif s.shortest is not None:
         best = s.shortest
@@ -151,24 +142,19 @@ def _shortest_cells(s: Standing, result: Result) -> dict[str, str]:
     return dict(zip(("shortest schedule", "time of that schedule"), cells, strict=True))
 
 
-def colours(result: Result) -> dict[str, int]:
-    """Optimizer → palette index: 0 for the yardstick, the others in order."""
-    names = sorted(result.settings["optimizers"], key=lambda name: name != YARDSTICK)
-    return {name: i for i, name in enumerate(names)}
-
-
 def loss_plot(result: Result, by: str) -> Plot:
     """Evaluation loss by "step" or "time" (steps × time of a step), at the best learning rates."""
     finishers = [s for s in result.standings if s.best_lr is not None]
     lines = []
     # the yardstick last, so that its dashes stay visible on top; thin lines below all means
     for s in reversed(finishers):
+        colour = result.standings.index(s)
         runs = result.runs_of(s.optimizer, s.best_lr)
         single = [(run.eval_steps, run.eval_losses) for run in runs if len(runs) > 1]
         unit = 1.0 if by == "step" else s.step_seconds
         for i, curve in enumerate([mean_curve(runs), *single]):
             points = [(step * unit, loss) for step, loss in zip(*curve, strict=True)]
-            lines.append(Line(s.optimizer, colours(result)[s.optimizer], points, thin=i > 0))
+            lines.append(Line(s.optimizer, colour, points, thin=i > 0))
     lines.sort(key=lambda line: not line.thin)
     losses = [[loss for _, loss in line.points] for line in lines]
     low = min((min(curve) for curve in losses), default=0.0)
@@ -195,8 +181,7 @@ def loss_plot(result: Result, by: str) -> Plot:
 def learning_rates(result: Result) -> Plot:
     """Final loss against learning rate; a cross at the top where a seed diverged."""
     lines, marks = [], []
-    for s in result.standings:
-        colour = colours(result)[s.optimizer]
+    for colour, s in enumerate(result.standings):
         losses = mean_finals(result.runs_of(s.optimizer), "lr", result.settings["seeds"])
         points = [(lr, loss) for lr, loss in losses.items() if math.isfinite(loss)]
         lines.append(Line(s.optimizer, colour, points))

@@ -88,8 +88,7 @@ class Race:
         for name, value in (("steps", steps), ("seeds", seeds)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        specs = list(optimizers)
-        specs = specs if YARDSTICK in specs else [YARDSTICK, *specs]
+        specs = list(dict.fromkeys([YARDSTICK, *optimizers]))
         entrants = {spec: resolve(spec) for spec in specs}
         rates = _rates(lrs, specs)
         task = task if isinstance(task, Task) else load(task)
@@ -148,23 +147,22 @@ class Race:
         return result
 
     def _train(self, key: Key, number: str, progress: Progress) -> Run:
-        steps = key.schedule or self.settings["steps"]
-        length = "" if key.schedule is None else f", {steps} steps"
-        stage = f"{number}, {key.optimizer}, lr {key.lr:g}, seed {key.seed}{length}"
+        optimizer, lr, seed, schedule = key
+        steps = schedule or self.settings["steps"]
+        length = "" if schedule is None else f", {steps} steps"
+        stage = f"{number}, {optimizer}, lr {lr:g}, seed {seed}{length}"
 
         def on_step(step: int, loss: float) -> None:
-            # after the last one follows the evaluation loss
-            if step < steps:
-                progress(stage, step, steps, f"training loss {loss:.4g}")
+            progress(stage, step, steps, f"training loss {loss:.4g}")
 
-        run = train.train(self.task, self.entrants[key.optimizer], key.lr, key.seed, steps, on_step)
-        run.schedule = key.schedule
+        run = train.train(self.task, self.entrants[optimizer], lr, seed, steps, on_step)
+        run.schedule = schedule
         count = len(run.train_losses)
         final = f"final loss {run.final:.4f}" if run.status == "finished" else run.status
         progress(stage, count, count, final)
         return run
 
-    def _rounds(self, done: Mapping[Key, Run]) -> Iterator[tuple[list[Key], str]]:
+    def _rounds(self, done: Mapping[Key, Run]) -> Iterator[tuple[Iterable[Key], str]]:
         """Runs to train, and why: the sweeps, their extensions, then the shorter schedules."""
         seeds = self.settings["seeds"]
         sweeps = {spec: list(lrs) for spec, lrs in self.settings["learning rates"].items()}
@@ -183,7 +181,7 @@ class Race:
         while self.shortest:
             standings = summarize(self.settings, done.values(), searched=True).standings
             keys = [
-                Key(s.optimizer, s.best_lr or 0.0, seed, s.untried[(len(s.untried) - 1) // 2])
+                (s.optimizer, s.best_lr or 0.0, seed, s.untried[(len(s.untried) - 1) // 2])
                 for seed in range(seeds)
                 for s in standings
                 if s.untried
@@ -218,16 +216,12 @@ def machine() -> str:
     return f"{name}, {os.cpu_count()} cores, {platform.system()}"
 
 
-def interleaved(sweeps: Mapping[str, Sequence[float]], seeds: int) -> list[Key]:
+def interleaved(sweeps: Mapping[str, Sequence[float]], seeds: int) -> Iterator[Key]:
     """Runs by seed, then by position in the sweep, then by optimizer."""
     # optimizers take turns, so that a slow minute of the machine hits all alike
-    turns = [
-        (spec, lr)
-        for lrs in zip_longest(*sweeps.values())
-        for spec, lr in zip(sweeps, lrs, strict=True)
-        if lr is not None
-    ]
-    return [Key(spec, lr, seed) for seed in range(seeds) for spec, lr in turns]
+    for seed in range(seeds):
+        for lrs in zip_longest(*sweeps.values()):
+            yield from ((s, lr, seed, None) for s, lr in zip(sweeps, lrs, strict=True) if lr)
 
 
 def next_lr(standing: Standing) -> float | None:
@@ -270,29 +264,20 @@ def race_folder(folder: Path, settings: Mapping[str, Any], resume: bool) -> Iter
             problem = "another process is racing in it; wait until it ends"
             raise ValueError(f"out {str(folder)!r}: {problem}, or {NEW_FOLDER}")
         # a folder in which no run was finished is free
-        occupied = any(folder.glob(f"{RUNS}/[!.]*.json"))
-        if occupied and not resume:
-            problem = "already holds a race; continue it with --resume"
-            raise ValueError(f"out {str(folder)!r} {problem}, or {NEW_FOLDER}")
-        for name, saved in _differing(folder, settings).items() if occupied else ():
-            values = f"{name} was {saved!r} and is now {settings.get(name)!r}"
-            raise ValueError(f"cannot resume: {values}; use the same settings, or {NEW_FOLDER}")
+        if any(folder.glob(f"{RUNS}/[!.]*.json")):
+            if not resume:
+                problem = "already holds a race; continue it with --resume"
+                raise ValueError(f"out {str(folder)!r} {problem}, or {NEW_FOLDER}")
+            saved = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+            for name in (*settings, *saved):
+                before, now = saved.get(name), settings.get(name)
+                if before != now:
+                    problem = f"{name} was {before!r} and is now {now!r}; use the same settings"
+                    raise ValueError(f"cannot resume: {problem}, or {NEW_FOLDER}")
         (folder / RUNS).mkdir(exist_ok=True)
         text = json.dumps(settings, indent=1, ensure_ascii=False) + "\n"
         write_atomically(folder / SETTINGS, [text.encode()])
         yield
-
-
-def holds(folder: Path, settings: Mapping[str, Any], but: Collection[str]) -> bool:
-    """Whether the folder has a race of these settings, except for those named in `but`."""
-    return (folder / SETTINGS).is_file() and _differing(folder, settings).keys() <= set(but)
-
-
-def _differing(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings in the folder that differ from these."""
-    saved = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
-    names = [name for name in {**settings, **saved} if saved.get(name) != settings.get(name)]
-    return {name: saved.get(name) for name in names}
 
 
 def write_run(folder: Path, run: Run) -> None:

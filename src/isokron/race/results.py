@@ -5,22 +5,14 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, NamedTuple
-
-from isokron.optimizers_by_name import YARDSTICK
+from typing import Any, TypeAlias
 
 PARTS = 20  # of the race's steps: shorter schedules are tried in twentieths
 
-
-class Key(NamedTuple):
-    """Which run of a race. schedule: as of Run."""
-
-    optimizer: str
-    lr: float
-    seed: int
-    schedule: int | None = None
+# optimizer, learning rate, seed, and steps of a shorter schedule than the race's
+Key: TypeAlias = tuple[str, float, int, int | None]
 
 
 @dataclass
@@ -52,7 +44,7 @@ class Run:
 
     @property
     def key(self) -> Key:
-        return Key(self.optimizer, self.lr, self.seed, self.schedule)
+        return self.optimizer, self.lr, self.seed, self.schedule
 
     @property
     def final(self) -> float:
@@ -70,7 +62,7 @@ class Shortest:
     time_share: float
 
 
-@dataclass(frozen=True)
+@dataclass
 class Standing:
     """One optimizer's result, at its best learning rate.
 
@@ -84,7 +76,7 @@ class Standing:
     """
 
     optimizer: str
-    lrs: tuple[float, ...]
+    lrs: list[float]
     best_lr: float | None = None
     edge: bool = False
     final: float = math.inf
@@ -100,7 +92,7 @@ class Standing:
     diverged: int = 0
     failure: str = ""
     schedules: Mapping[int, float] = field(default_factory=dict)
-    untried: tuple[int, ...] = ()
+    untried: list[int] = field(default_factory=list)
     shortest: Shortest | None = None
 
     @property
@@ -108,19 +100,19 @@ class Standing:
         return self.model_seconds + self.optimizer_seconds
 
 
-@dataclass(frozen=True)
+@dataclass
 class Result:
-    """A race: its settings, all runs, and one standing per optimizer in the order of the call.
+    """A race: its settings, all runs, and one standing per optimizer, that of AdamW first.
 
     probes: the runs on shorter schedules, apart from `runs`; searched: they were asked for.
     """
 
     settings: Mapping[str, Any]
-    runs: tuple[Run, ...]
-    standings: tuple[Standing, ...]
-    complete: bool = True
-    probes: tuple[Run, ...] = ()
-    searched: bool = False
+    runs: list[Run]
+    probes: list[Run]
+    complete: bool
+    searched: bool
+    standings: list[Standing] = field(default_factory=list)
 
     @property
     def winner(self) -> Standing | None:
@@ -131,8 +123,8 @@ class Result:
     @property
     def goal(self) -> float | None:
         """AdamW's final loss; None if it has none."""
-        finals = [s.final for s in self.standings if s.optimizer == YARDSTICK]
-        return finals[0] if math.isfinite(finals[0]) else None
+        final = self.standings[0].final
+        return final if math.isfinite(final) else None
 
     def runs_of(self, optimizer: str, lr: float | None = None) -> list[Run]:
         """Runs of one optimizer, at one learning rate or at all, by learning rate and seed."""
@@ -179,21 +171,24 @@ def summarize(
     searched: bool = False,
 ) -> Result:
     """The result of these runs: each optimizer at its best learning rate, compared with AdamW."""
-    race_runs = tuple(run for run in runs if run.schedule is None)
-    probes = tuple(run for run in runs if run.schedule is not None)
+    probes = [run for run in runs if run.schedule is not None]
+    race_runs = [run for run in runs if run.schedule is None]
     # earlier searches are shown, asked for or not
-    result = Result(settings, race_runs, (), complete, probes, searched or bool(probes))
-    adamw = _standing(YARDSTICK, result)
-    standings = [_standing(name, result) for name in settings["optimizers"]]
-    compared = [
-        _compared(s, adamw, result) if s.best_lr and adamw.best_lr else s for s in standings
-    ]
-    return replace(result, standings=tuple(compared))
+    result = Result(settings, race_runs, probes, complete, searched or bool(probes))
+    result.standings = [_standing(name, result) for name in settings["optimizers"]]
+    # AdamW stands first, so that the others can be compared with its steps to its own final loss
+    adamw = result.standings[0]
+    for s in result.standings:
+        if s.best_lr is not None and adamw.best_lr is not None:
+            _compare_(s, adamw, result)
+            if result.searched and s is not adamw and s.final <= adamw.final:
+                _search_(s, adamw, settings["steps"])
+    return result
 
 
 def _standing(name: str, result: Result) -> Standing:
     runs, seeds = result.runs_of(name), result.settings["seeds"]
-    lrs = tuple(sorted({run.lr for run in runs}))
+    lrs = sorted({run.lr for run in runs})
     diverged = sum(run.status == "diverged" for run in runs)
     failure = next((run.message for run in runs if run.status == "failed"), "")
     finals = mean_finals(runs, "lr", seeds)
@@ -222,40 +217,27 @@ def _standing(name: str, result: Result) -> Standing:
     )
 
 
-def _compared(standing: Standing, adamw: Standing, result: Result) -> Standing:
-    """With the steps and seconds to AdamW's final loss, which AdamW itself may cross early too."""
-
-    def crossing(s: Standing) -> float | None:
-        return first_crossing(*mean_curve(result.runs_of(s.optimizer, s.best_lr)), adamw.final)
-
-    steps, adamw_steps = crossing(standing), crossing(adamw)
-    if steps is None or adamw_steps is None:
-        return standing
-    seconds = steps * standing.step_seconds
-    standing = replace(
-        standing,
-        steps_to_reach=steps,
-        seconds_to_reach=seconds,
-        fewer_steps=adamw_steps / steps if steps else None,
-        less_time=adamw_steps * adamw.step_seconds / seconds if seconds else None,
-    )
-    return _searched(standing, adamw, result.settings["steps"]) if result.searched else standing
+def _compare_(s: Standing, adamw: Standing, result: Result) -> None:
+    """Set the steps and seconds to AdamW's final loss."""
+    curve = mean_curve(result.runs_of(s.optimizer, s.best_lr))
+    steps = s.steps_to_reach = first_crossing(*curve, adamw.final)
+    # 0 where training only made AdamW worse
+    if steps and adamw.steps_to_reach is not None:
+        s.seconds_to_reach = steps * s.step_seconds
+        s.fewer_steps = adamw.steps_to_reach / steps
+        s.less_time = adamw.steps_to_reach * adamw.step_seconds / s.seconds_to_reach
 
 
-def _searched(standing: Standing, adamw: Standing, steps: int) -> Standing:
-    """With the shortest schedule that ends at or below AdamW's loss, or the lengths to try yet."""
-    if standing.optimizer == YARDSTICK or standing.final > adamw.final:
-        return standing
-    losses = standing.schedules
-    reached = min([steps, *(n for n in losses if losses[n] <= adamw.final)])
+def _search_(s: Standing, adamw: Standing, steps: int) -> None:
+    """Set the lengths still to be tried or, if there are none, the shortest that reaches."""
+    reached = min([steps, *(n for n, loss in s.schedules.items() if loss <= adamw.final)])
     # a longer schedule is assumed to end lower: no length below one that missed is tried
-    missed = max((n for n in losses if losses[n] > adamw.final), default=0)
+    missed = max((n for n, loss in s.schedules.items() if loss > adamw.final), default=0)
     lengths = {max(1, round(i * steps / PARTS)) for i in range(1, PARTS)}
-    untried = tuple(sorted(n for n in lengths if missed < n < reached))
-    if untried:
-        return replace(standing, untried=untried)
-    # times are those of the race, in which optimizers took turns; those of the probes are not
-    # comparable, and a step costs the same on every schedule
-    seconds = reached * standing.step_seconds
-    time_share = seconds / (steps * adamw.step_seconds)
-    return replace(standing, shortest=Shortest(reached, reached / steps, seconds, time_share))
+    s.untried = sorted(n for n in lengths if missed < n < reached)
+    if not s.untried:
+        # times are those of the race, in which optimizers took turns; those of the probes are not
+        # comparable, and a step costs the same on every schedule
+        seconds = reached * s.step_seconds
+        time_share = seconds / (steps * adamw.step_seconds)
+        s.shortest = Shortest(reached, reached / steps, seconds, time_share)

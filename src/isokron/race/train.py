@@ -22,7 +22,7 @@ EVALUATIONS = 25
 FAR_ABOVE = 10.0  # times the evaluation loss at the start: no run comes back from there
 UNTIMED = 3  # first steps, which pay for allocation and warm-up
 
-OnStep = Callable[[int, float], None]  # told the step and its training loss
+OnStep = Callable[[int, float], None]  # told every step but the last, and its training loss
 
 
 class Failed(Exception):
@@ -81,6 +81,8 @@ def _train_(
     _evaluate(run, task, model, 0)
     for step, indices in enumerate(order, start=1):
         model.train()
+        # optimizers that average iterates evaluate at other weights than they train
+        _guarded(getattr(optimizer, "train", lambda: None))
         batch = task.train.batch(indices)
         optimizer.zero_grad()
         start = now()
@@ -95,13 +97,11 @@ def _train_(
         optimizer_seconds.append(now() - between)
         _guarded(schedule.step)
         run.train_losses.append(value)
-        on_step(step, value)
         if step in evaluated:
-            # optimizers that average iterates evaluate at other weights than they train
             _guarded(getattr(optimizer, "eval", lambda: None))
             _evaluate(run, task, model, step)
-            if step < len(order):
-                _guarded(getattr(optimizer, "train", lambda: None))
+        if step < len(order):
+            on_step(step, value)
     run.model_seconds = statistics.median(model_seconds[UNTIMED:] or model_seconds)
     # some steps of an optimizer do what the others are spared: its median would hide them
     run.optimizer_seconds = statistics.mean(optimizer_seconds[UNTIMED:] or optimizer_seconds)
