@@ -1,10 +1,8 @@
 """What runs amount to: reaching, best learning rate, standings."""
 
-import math
-
 import pytest
 
-from isokron.race.results import best_lr, first_crossing, mean_finals, summarize
+from isokron.race.results import first_crossing, summarize
 
 
 def result_of(runs, seeds=1):
@@ -39,13 +37,13 @@ def test_a_learning_rate_with_one_diverged_seed_is_never_best(make_run):
         make_run(lr=0.3, seed=0, losses=(3, 0.1)),
         make_run(lr=0.3, seed=1, losses=(3,), status="diverged"),
     ]
-    finals = mean_finals(runs, "lr", seeds=2)
-    assert finals == {0.1: pytest.approx(1.1), 0.3: math.inf}
-    assert best_lr(finals) == 0.1
+    (standing,) = standings(runs, seeds=2)
+    assert (standing.best_lr, standing.final) == (0.1, pytest.approx(1.1))
 
 
-def test_no_learning_rate_is_best_if_all_diverged():
-    assert best_lr({0.1: math.inf, 0.3: math.inf}) is None
+def test_no_learning_rate_is_best_if_all_diverged(make_run):
+    (standing,) = standings([make_run(lr=lr, status="diverged") for lr in (0.1, 0.3)])
+    assert (standing.best_lr, standing.diverged) == (None, 2)
 
 
 def test_reaching_is_measured_against_adamws_final_loss(make_run):

@@ -1,33 +1,25 @@
-"""The reports of a race: table, page, plots, JSON and CSV, all with the same numbers."""
+"""The reports of a race: table, page, plots and JSON, all with the same numbers."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from isokron.files import write_atomically
-from isokron.race.results import Result, Run, Standing, mean_curve, mean_finals
+from isokron.race.results import Result, Standing, mean_curve, mean_finals
 from isokron.report import render
 from isokron.report.charts import COLOURS, Line, Mark, Plot, standalone
 from isokron.report.render import MISSING, finite, memory
 
 WIDE = 8.0  # a loss that falls by more than this factor reads better on a log scale
 SETTLED = 0.12  # share of the steps after which the fall from the start no longer fills the plot
-CSV_COLUMNS = (
-    *("optimizer", "lr", "seed", "schedule", "status", "final", "message"),
-    *("model_seconds", "optimizer_seconds", "optimizer_bytes"),
-)
 
 
 def write_reports(result: Result, folder: Path) -> None:
     texts = {
         "race.json": as_json(result),
-        "race.csv": as_csv(result),
         "loss.svg": standalone(loss_plot(result, "step")),
         "index.html": page(result),
     }
@@ -37,22 +29,10 @@ def write_reports(result: Result, folder: Path) -> None:
 
 def as_json(result: Result) -> str:
     """Settings, standings, runs; the training loss of every step stays in the runs' files."""
-    value = asdict(result) | {"runs": _records(result.runs), "probes": _records(result.probes)}
+    value = asdict(result)
+    for record in (*value["runs"], *value["probes"]):
+        del record["train_losses"]
     return json.dumps(finite(value), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def as_csv(result: Result) -> str:
-    """One row per run, diverged and failed ones too, and those on shorter schedules."""
-    file = io.StringIO()
-    writer = csv.DictWriter(file, CSV_COLUMNS, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(finite(_records([*result.runs, *result.probes])))
-    return file.getvalue()
-
-
-def _records(runs: list[Run]) -> list[dict[str, Any]]:
-    records = [asdict(run) | {"final": run.final} for run in runs]
-    return [{k: v for k, v in record.items() if k != "train_losses"} for record in records]
 
 
 def page(result: Result) -> str:

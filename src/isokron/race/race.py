@@ -23,7 +23,7 @@ from isokron.files import lock, write_atomically
 from isokron.optimizers_by_name import YARDSTICK, resolve
 from isokron.race import train
 from isokron.race.page import write_reports
-from isokron.race.results import Key, Result, Run, Standing, summarize
+from isokron.race.results import Result, Run, Standing, summarize
 from isokron.tasks import Task, load
 from isokron.training import Progress, digest, make_model, silent
 
@@ -33,6 +33,8 @@ FACTOR = 3.0  # between neighbours in an extended sweep
 SETTINGS, RUNS = "settings.json", "runs"
 NEW_FOLDER = "give a new folder with --out"
 
+# a run: optimizer, learning rate, seed, and steps of a shorter schedule than the race's
+Key: TypeAlias = tuple[str, float, int, int | None]
 Rates: TypeAlias = Sequence[float] | Mapping[str, Sequence[float]] | None
 
 
@@ -125,7 +127,7 @@ class Race:
         """
         # a failed run is tried again: what made the optimizer fail may have been repaired
         saved = [] if folder is None else [r for r in read_runs(folder) if r.status != "failed"]
-        done = {run.key: run for run in saved}
+        done: dict[Key, Run] = {(r.optimizer, r.lr, r.seed, r.schedule): r for r in saved}
         total, complete = 0, False
         try:
             for keys, why in self._rounds(done):

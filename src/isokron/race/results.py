@@ -7,12 +7,9 @@ import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any
 
 PARTS = 20  # of the race's steps: shorter schedules are tried in twentieths
-
-# optimizer, learning rate, seed, and steps of a shorter schedule than the race's
-Key: TypeAlias = tuple[str, float, int, int | None]
 
 
 @dataclass
@@ -41,10 +38,6 @@ class Run:
     optimizer_seconds: float = 0.0
     optimizer_bytes: int = 0
     sample: str = ""
-
-    @property
-    def key(self) -> Key:
-        return self.optimizer, self.lr, self.seed, self.schedule
 
     @property
     def final(self) -> float:
@@ -142,12 +135,6 @@ def mean_finals(runs: Iterable[Run], by: str, seeds: int) -> dict[Any, float]:
     return {value: statistics.fmean(finals) for value, finals in sorted(whole.items())}
 
 
-def best_lr(finals: Mapping[float, float]) -> float | None:
-    """The learning rate of the lowest loss; None if every one diverged."""
-    finite = {lr: final for lr, final in finals.items() if math.isfinite(final)}
-    return min(finite, key=finite.__getitem__, default=None)
-
-
 def mean_curve(runs: Sequence[Run]) -> tuple[list[int], list[float]]:
     """Evaluation steps of finished runs, and the loss there averaged over seeds."""
     columns = zip(*(run.eval_losses for run in runs), strict=True)
@@ -192,7 +179,9 @@ def _standing(name: str, result: Result) -> Standing:
     diverged = sum(run.status == "diverged" for run in runs)
     failure = next((run.message for run in runs if run.status == "failed"), "")
     finals = mean_finals(runs, "lr", seeds)
-    lr = best_lr(finals)
+    lr = min(
+        (lr for lr in finals if math.isfinite(finals[lr])), key=finals.__getitem__, default=None
+    )
     if lr is None:
         return Standing(name, lrs, diverged=diverged, failure=failure)
     best = result.runs_of(name, lr)
