@@ -60,16 +60,15 @@ def run(
         lrs: learning rates for all, or optimizer → learning rates ("*" for the others). By default
             each optimizer has its own sweep, which grows while its best value lies at an edge.
         shortest: also find the shortest schedule with which each optimizer reaches AdamW's loss.
-        out: folder for the files and the page; None writes nothing.
+        out: folder for the files and the page; None keeps no files.
         resume: continue the race in `out`.
         progress: called with (stage, steps done, steps in total, note).
     """
     race = Race(task, optimizers, steps, seeds, lrs, shortest)
-    if out is None:
-        result = race.run(None, progress)
-    else:
-        with race_folder(Path(out), race.settings, resume):
-            result = race.run(Path(out), progress)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(out or temporary)
+        with race_folder(folder, race.settings, resume):
+            result = race.run(folder, progress)
     if not result.complete:
         raise KeyboardInterrupt
     return result
@@ -120,13 +119,13 @@ class Race:
             "machine": machine(),
         }
 
-    def run(self, folder: Path | None = None, progress: Progress = silent) -> Result:
-        """Train the missing runs and write the reports; Ctrl-C leads to an incomplete result.
+    def run(self, folder: Path, progress: Progress = silent) -> Result:
+        """Train the runs missing in a folder held by `race_folder`, and write the reports.
 
-        folder: held by `race_folder`, or None to write nothing.
+        Ctrl-C leads to an incomplete result.
         """
         # a failed run is tried again: what made the optimizer fail may have been repaired
-        saved = [] if folder is None else [r for r in read_runs(folder) if r.status != "failed"]
+        saved = [run for run in read_runs(folder) if run.status != "failed"]
         done: dict[Key, Run] = {(r.optimizer, r.lr, r.seed, r.schedule): r for r in saved}
         total, complete = 0, False
         try:
@@ -138,14 +137,12 @@ class Race:
                 for number, key in enumerate(missing, start=first):
                     # entered before it is written: Ctrl-C in between must not hide what is on disk
                     done[key] = self._train(key, f"run {number} of {total}", progress)
-                    if folder is not None:
-                        write_run(folder, done[key])
+                    write_run(folder, done[key])
             complete = True
         except KeyboardInterrupt:
             pass
         result = summarize(self.settings, done.values(), complete, self.shortest)
-        if folder is not None:
-            write_reports(result, folder)
+        write_reports(result, folder)
         return result
 
     def _train(self, key: Key, number: str, progress: Progress) -> Run:

@@ -210,9 +210,10 @@ def _compare_(s: Standing, adamw: Standing, result: Result) -> None:
     """Set the steps and seconds to AdamW's final loss."""
     curve = mean_curve(result.runs_of(s.optimizer, s.best_lr))
     steps = s.steps_to_reach = first_crossing(*curve, adamw.final)
-    # 0 where training only made AdamW worse
-    if steps and adamw.steps_to_reach is not None:
+    if steps is not None:
         s.seconds_to_reach = steps * s.step_seconds
+    # an untrained model may be there already, at step 0
+    if steps and s.seconds_to_reach and adamw.steps_to_reach:
         s.fewer_steps = adamw.steps_to_reach / steps
         s.less_time = adamw.steps_to_reach * adamw.step_seconds / s.seconds_to_reach
 
