@@ -90,10 +90,9 @@ class Race:
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         specs = list(dict.fromkeys([YARDSTICK, *optimizers]))
-        entrants = {spec: resolve(spec) for spec in specs}
+        self.entrants = {spec: resolve(spec) for spec in specs}
         rates = _rates(lrs, specs)
-        task = task if isinstance(task, Task) else load(task)
-        self.task, self.entrants = task, entrants
+        self.task = task = task if isinstance(task, Task) else load(task)
         # changes no run of the race, so it is not among the settings: a race may be resumed with
         # or without the search for the shortest schedules
         self.shortest = shortest
@@ -105,7 +104,7 @@ class Race:
             "steps": steps,
             "seeds": seeds,
             "optimizers": specs,
-            "learning rates": {spec: rates.get(spec, list(entrants[spec].lrs)) for spec in specs},
+            "learning rates": {s: rates.get(s, list(self.entrants[s].lrs)) for s in specs},
             "sweep may grow": sorted(set(specs) - rates.keys()),
             "schedule": "linear warm-up over the first tenth, then cosine to 0",
             "batch size": task.batch_size,

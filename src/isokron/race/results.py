@@ -131,8 +131,11 @@ def mean_finals(runs: Iterable[Run], by: str, seeds: int) -> dict[Any, float]:
     for run in runs:
         groups.setdefault(getattr(run, by), []).append(run.final)
     # an interrupted race may lack seeds; means over different seeds must not be compared
-    whole = {value: finals for value, finals in groups.items() if len(finals) == seeds}
-    return {value: statistics.fmean(finals) for value, finals in sorted(whole.items())}
+    return {
+        value: statistics.fmean(finals)
+        for value, finals in sorted(groups.items())
+        if len(finals) == seeds
+    }
 
 
 def mean_curve(runs: Sequence[Run]) -> tuple[list[int], list[float]]:

@@ -88,10 +88,9 @@ def _train_(
         start = now()
         loss = task.losses(model, batch).mean()
         loss.backward()
-        value = loss.item()
-        between = now()
-        if not math.isfinite(value):
+        if not math.isfinite(value := loss.item()):
             raise FloatingPointError(f"training loss became {value} at step {step}")
+        between = now()
         _guarded(optimizer.step)
         model_seconds.append(between - start)
         optimizer_seconds.append(now() - between)
