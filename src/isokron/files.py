@@ -50,7 +50,7 @@ def clear_beside(path: Path) -> None:
     if not temporary.exists():
         return
     with temporary.open("ab") as file:
-        if _lock(file, wait=False) and _is_open(temporary, file):
+        if lock(file, wait=False) and _is_open(temporary, file):
             temporary.unlink(missing_ok=True)
 
 
@@ -63,14 +63,14 @@ def _alone(temporary: Path) -> Iterator[BinaryIO]:
     """The file, made if need be, open to this process only; let go when it ends, however."""
     while True:
         with temporary.open("ab") as file:  # what another may be writing is not truncated here
-            _lock(file, wait=True)
+            lock(file, wait=True)
             if _is_open(temporary, file):
                 yield file
                 return
         # another has renamed it meanwhile: this one has a file of its own to begin
 
 
-def _lock(file: BinaryIO, wait: bool) -> bool:
+def lock(file: BinaryIO, wait: bool) -> bool:
     """Whether this process may write; some shared disks have no locks, and all may."""
     if fcntl is None:
         return True

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ CHOICES = {
 }
 POLICIES = ("none", "all", "hybrid", "auto")
 FLOAT, HALF = 4, 2  # bytes of a number
-IGNORED = -100  # a target that does not count
 POINTS = 200  # of a spectrum, geometrically spaced
 
 Points = tuple[tuple[int, float], ...]  # number of an eigenvalue, 1 being the largest, and value
@@ -200,8 +200,7 @@ def inspect(
     task: Task | str, *, progress: Progress = silent, **options: Any
 ) -> tuple[Inspection, Curvature]:
     """Train a task's model, fit its curvature, and measure it. options: those of `Setup`."""
-    loaded = task if isinstance(task, Task) else load(task)
-    return measure(Setup(loaded, **options), progress)
+    return measure(Setup(task if isinstance(task, Task) else load(task), **options), progress)
 
 
 def layer_names(model: nn.Module, patterns: Sequence[str]) -> list[str]:
@@ -217,14 +216,14 @@ def measure(setup: Setup, progress: Progress = silent) -> tuple[Inspection, Curv
         if setup.steps:
             train_(model, task, setup.steps, setup.lr, setup.seed, progress)
         model.eval()
-        data = Data(task, example_order(setup), progress)
+        order = example_order(setup)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
-            places, notes = usable_layers(setup, data.order[:2])
+            places, notes = usable_layers(setup, order[:2])
             curvature = fit(
                 model,
-                data,
-                CrossEntropy(data.scores, IGNORED) if task.logits else data.losses,
+                Batches(task, order, progress),
+                CrossEntropy(partial(checked_logits, task)) if task.logits else task.losses,
                 setup.method,
                 fisher=setup.fisher,
                 sharing=setup.sharing,
@@ -232,12 +231,11 @@ def measure(setup: Setup, progress: Progress = silent) -> tuple[Inspection, Curv
                 seed=setup.seed,
             )
         loss = evaluation_loss(model, task)
-    facts = [
-        layer_facts(curvature, r, setup.damping, places[r["layer"]]) for r in curvature.report()
-    ]
+    records = curvature.report()
+    facts = [layer_facts(curvature, r, setup.damping, places[r["layer"]]) for r in records]
     notes = tuple(dict.fromkeys([*notes, *(str(warning.message) for warning in caught)]))
     size = sum(parameter.nbytes for parameter in model.parameters())
-    result = Inspection(_settings(setup), tuple(facts), data.terms, size, loss, notes)
+    result = Inspection(_settings(setup), tuple(facts), int(records[0]["terms"]), size, loss, notes)
     return result, curvature
 
 
@@ -247,36 +245,29 @@ def example_order(setup: Setup) -> Tensor:
     return torch.randperm(len(setup.task.train), generator=generator)[: setup.examples]
 
 
-class Data:
-    """Batches that can be iterated several times. terms: of the loss, in the last pass."""
+class Batches:
+    """Batches of the training examples `order`, which may be iterated several times."""
 
     def __init__(self, task: Task, order: Tensor, progress: Progress) -> None:
         self.task, self.order, self.progress = task, order, progress
-        self.terms = self.passes = 0
 
     def __iter__(self) -> Iterator[Batch]:
         parts = self.order.split(self.task.batch_size)
-        self.terms, self.passes = 0, self.passes + 1
-        stage = "fitting" if self.passes == 1 else "fitting, again in the eigenbases"
         for i, part in enumerate(parts, start=1):
             yield self.task.train.batch(part)
             # when the next batch is asked for, this one is done
-            self.progress(stage, i, len(parts))
+            self.progress("fitting", i, len(parts))
 
-    def scores(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        assert self.task.logits is not None
-        scores, targets = self.task.logits(model, batch)
-        if scores.shape[:-1] != targets.shape or targets.is_floating_point():
-            shapes = f"{tuple(scores.shape)} and {tuple(targets.shape)} of {targets.dtype}"
-            rule = "logits must return scores [..., classes] and integer targets [...]"
-            raise ValueError(f"task {self.task.name!r}: {rule}, got shapes {shapes}")
-        self.terms += int((targets != IGNORED).sum())
-        return scores, targets
 
-    def losses(self, model: nn.Module, batch: Batch) -> Tensor:
-        losses = self.task.losses(model, batch)
-        self.terms += losses.numel()
-        return losses
+def checked_logits(task: Task, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """What the task's logits return, if the shapes are right."""
+    assert task.logits is not None
+    scores, targets = task.logits(model, batch)
+    if scores.shape[:-1] != targets.shape or targets.is_floating_point():
+        shapes = f"{tuple(scores.shape)} and {tuple(targets.shape)} of {targets.dtype}"
+        rule = "logits must return scores [..., classes] and integer targets [...]"
+        raise ValueError(f"task {task.name!r}: {rule}, got shapes {shapes}")
+    return scores, targets
 
 
 def usable_layers(setup: Setup, few: Tensor) -> tuple[dict[str, int], tuple[str, ...]]:

@@ -12,7 +12,6 @@ from typing import Any
 from isokron.curvature import Curvature
 from isokron.files import write_atomically
 from isokron.inspect import POLICIES, Inspection, LayerFacts
-from isokron.race.page import plain_text
 from isokron.report import render
 from isokron.report.charts import COLOURS, Dots, Line, Plot, Row
 from isokron.report.render import MISSING, finite, memory
@@ -77,7 +76,7 @@ def page(result: Inspection) -> str:
 
 def texts(result: Inspection) -> tuple[list[str], str, list[str]]:
     """The verdict in sentences, the circumstances in one, and notes on how to read the table."""
-    text = plain_text(
+    text = render.render(
         "inspect.txt",
         result=result,
         s=result.settings,
@@ -86,7 +85,7 @@ def texts(result: Inspection) -> tuple[list[str], str, list[str]]:
         rounded=any(map(_rounded, result.layers)),
         formats={"number": number, "percent": percent, "memory": memory},
     )
-    verdict, _, remarks = text.partition("\n\n")
+    verdict, _, remarks = text.strip().partition("\n\n")
     circumstances, *notes = remarks.strip().split("\n")
     return verdict.split("\n"), circumstances, notes
 

@@ -7,18 +7,17 @@ import difflib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch import nn
+from torch.optim import Optimizer
+
+import isokron
 from isokron.tasks.catalog import load_object
-
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.optim import Optimizer
 
 YARDSTICK = "adamw"  # takes part in every race
 ADAMW_LRS = (3e-4, 1e-3, 3e-3, 1e-2)
 STRUCTURED_LRS = (3e-3, 1e-2, 3e-2)
-VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 # name → (class in isokron, learning rates to try)
 BUILT_IN: dict[str, tuple[str, tuple[float, ...]]] = {
@@ -60,64 +59,53 @@ def split_specs(text: str) -> list[str]:
 def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
     """`name(option=value, …)` → name and options; the values are Python literals."""
     name, parenthesis, options = spec.partition("(")
-    if not parenthesis:
-        return name, {}
     try:
-        call = ast.parse(f"_({options}", mode="eval").body
+        call = ast.parse(f"_({options}" if parenthesis else "_()", mode="eval").body
         if not isinstance(call, ast.Call) or call.args or not isinstance(call.func, ast.Name):
             raise ValueError
-        values = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
-        # a ** has no name
-        if any(k.arg is None for k in call.keywords):
+        if any(keyword.arg is None for keyword in call.keywords):  # a **
             raise ValueError
+        return name.strip(), {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
     except (SyntaxError, ValueError):
         raise ValueError(
             f"optimizer {spec!r}: options must read name(option=value, …) with literal values, for "
             "example torch.optim:SGD(momentum=0.9)"
         ) from None
-    return name.strip(), values
 
 
 def resolve(spec: str) -> Entrant:
     """Find the optimizer and check its options before any work starts."""
     name, options = parse_spec(spec)
-    theirs = ":" in name
+    built_in = ":" not in name
     if "lr" in options:
         raise ValueError(f"optimizer {spec!r}: give learning rates with --lr, not as an option")
-    factory, lrs = (load_object(name, "optimizer"), ADAMW_LRS) if theirs else _built_in(name)
+    factory, lrs = _built_in(name) if built_in else (load_object(name, "optimizer"), ADAMW_LRS)
     if not callable(factory):
         raise ValueError(f"optimizer {spec!r} must be callable, got {type(factory).__name__}")
+    parameters = inspect.signature(factory).parameters
+    takes_model = next(iter(parameters), "") == "model"
+
+    def build(model: nn.Module, lr: float, **changes: Any) -> Optimizer:
+        params = isokron.param_groups(model) if built_in else model.parameters()
+        return factory(model if takes_model else params, lr=lr, **options | changes)
+
     try:
-        signature = inspect.signature(factory)
-    except (TypeError, ValueError):
-        # compiled callables may hide it
-        signature = inspect.signature(lambda params, **options: None)
-    takes_model = next(iter(signature.parameters), "") == "model"
-    try:
-        if theirs:
-            signature.bind(None, lr=0.0, **options)
+        if built_in:
+            # the constructor checks the values, and the options that the signature hands on;
+            # patterns of layers are meant for the task's model
+            build(nn.Linear(2, 2), lrs[0], **({"layers": None} if takes_model else {}))
         else:
-            _trial(factory, takes_model, lrs[0], options)
+            inspect.signature(factory).bind(None, lr=0.0, **options)
     except TypeError as error:
-        named = [p.name for p in signature.parameters.values() if p.kind not in VARIABLE]
-        choices = ", ".join(n for n in named if n not in ("params", "model", "lr", "self"))
-        text = f"optimizer {spec!r} cannot be called: {error}; its options are {choices}"
-        raise ValueError(text) from None
+        choices = [n for n, p in parameters.items() if p.default is not p.empty and n != "lr"]
+        problem = f"cannot be called: {error}; its options are {', '.join(choices)}"
+        raise ValueError(f"optimizer {spec!r} {problem}") from None
     except ValueError as error:
         raise ValueError(f"optimizer {spec!r}: {error}") from None
-
-    def build(model: nn.Module, lr: float) -> Optimizer:
-        import isokron
-
-        params = model.parameters() if theirs else isokron.param_groups(model)
-        return factory(model if takes_model else params, lr=lr, **options)
-
     return Entrant(spec, build, lrs)
 
 
 def _built_in(name: str) -> tuple[Callable[..., Any], tuple[float, ...]]:
-    import isokron
-
     if name in BUILT_IN:
         class_name, lrs = BUILT_IN[name]
         return getattr(isokron, class_name), lrs
@@ -128,13 +116,3 @@ def _built_in(name: str) -> tuple[Callable[..., Any], tuple[float, ...]]:
         f"no optimizer named {name!r}; {hint}built in are {', '.join(BUILT_IN)}; "
         "any other is given as module:name, for example torch.optim:SGD(momentum=0.9)"
     )
-
-
-def _trial(factory: Callable[..., Any], takes_model: bool, lr: float, options: Any) -> None:
-    """Build it once: the constructor checks values, and options that the signature hands on."""
-    from torch import nn
-
-    tiny = nn.Linear(2, 2)
-    # patterns of layers are meant for the task's model
-    changed = {**options, "layers": None} if takes_model else options
-    factory(tiny if takes_model else [tiny.weight], lr=lr, **changed)

@@ -34,7 +34,7 @@ def test_demo_does_not_replace_a_race_that_is_not_a_demo(short, tmp_path, monkey
         module.demo(tmp_path / "race")
     assert stopped.value.exit_code == 2
     assert (tmp_path / "race" / "index.html").exists()
-    assert "already holds a race" in capsys.readouterr().err
+    assert "cannot resume: steps was 2 and is now 3" in capsys.readouterr().err
 
 
 def test_demo_leaves_other_peoples_files_alone(short, tmp_path, capsys):

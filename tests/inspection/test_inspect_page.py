@@ -12,7 +12,7 @@ from isokron.cli.progress import fitted_table
 from isokron.curvature import Curvature
 from isokron.inspect import inspect
 from isokron.inspect_page import RECORDS, SPARE, page, short_layers, table, texts, write_report
-from isokron.race.run_files import open_folder
+from isokron.race.race import open_folder
 
 
 def inspected(task, **options):
@@ -133,7 +133,7 @@ def test_folders_of_others_are_left_alone(tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(ValueError, match=r"has other files in it \(such as thesis.txt\)"):
         open_folder(tmp_path, RECORDS)
-    with pytest.raises(ValueError, match="is a file; give a new folder"):
+    with pytest.raises(ValueError, match="cannot be written: File exists; give a new folder"):
         open_folder(tmp_path / "thesis.txt", RECORDS)
     with pytest.raises(ValueError, match="cannot be written: Not a directory"):
         open_folder(tmp_path / "thesis.txt" / "deeper", RECORDS)

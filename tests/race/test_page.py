@@ -9,25 +9,22 @@ import pytest
 from html_page import HOSTILE, Page, opened
 from isokron import race
 from isokron.race.page import learning_rates, loss_plot, page
-from isokron.race.results import Result, summarize
+from isokron.race.results import summarize
 from isokron.report.charts import Line, Plot, draw, short_names, standalone, ticks
 
 
 def result_of(runs, settings=None, seeds=1, complete=True):
-    sweeps = {}
-    for run in runs:
-        sweeps.setdefault(run.optimizer, set()).add(run.lr)
     base = {
         "task": "toy",
         "unit": "loss",
         "steps": 20,
         "seeds": seeds,
+        "optimizers": list(dict.fromkeys(run.optimizer for run in runs)),
         "batch size": 4,
         "parameters": 10,
         "training examples": 12,
     }
-    standings = summarize(runs, sweeps, seeds)
-    return Result(base | (settings or {}), tuple(runs), standings, complete)
+    return summarize(base | (settings or {}), runs, complete)
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +94,7 @@ def test_labels_of_equal_curves_do_not_overlap():
 
 
 def test_an_empty_race_still_draws(make_run):
-    result = result_of([make_run(status="diverged", eval_steps=(), eval_losses=())], complete=False)
+    result = result_of([make_run(status="diverged", eval_steps=[], eval_losses=[])], complete=False)
     html = page(result)
     Page(html)
     assert "no finished run" in html

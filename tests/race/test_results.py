@@ -1,10 +1,17 @@
 """What runs amount to: reaching, best learning rate, standings."""
 
-import math
-
 import pytest
 
-from isokron.race.results import Result, best_lr, first_crossing, summarize, sweep
+from isokron.race.results import first_crossing, summarize
+
+
+def result_of(runs, seeds=1):
+    names = list(dict.fromkeys(run.optimizer for run in runs))
+    return summarize({"optimizers": names, "seeds": seeds, "steps": 20}, runs)
+
+
+def standings(runs, seeds=1):
+    return result_of(runs, seeds).standings
 
 
 @pytest.mark.parametrize(
@@ -30,13 +37,13 @@ def test_a_learning_rate_with_one_diverged_seed_is_never_best(make_run):
         make_run(lr=0.3, seed=0, losses=(3, 0.1)),
         make_run(lr=0.3, seed=1, losses=(3,), status="diverged"),
     ]
-    finals = sweep(runs)
-    assert finals == {0.1: pytest.approx(1.1), 0.3: math.inf}
-    assert best_lr(finals) == 0.1
+    (standing,) = standings(runs, seeds=2)
+    assert (standing.best_lr, standing.final) == (0.1, pytest.approx(1.1))
 
 
-def test_no_learning_rate_is_best_if_all_diverged():
-    assert best_lr({0.1: math.inf, 0.3: math.inf}) is None
+def test_no_learning_rate_is_best_if_all_diverged(make_run):
+    (standing,) = standings([make_run(lr=lr, status="diverged") for lr in (0.1, 0.3)])
+    assert (standing.best_lr, standing.diverged) == (None, 2)
 
 
 def test_reaching_is_measured_against_adamws_final_loss(make_run):
@@ -48,8 +55,7 @@ def test_reaching_is_measured_against_adamws_final_loss(make_run):
         make_run("slow", losses=(5, 4, 3, 2), seed=0),
         make_run("slow", losses=(5, 4, 3, 2), seed=1),
     ]
-    sweeps = {"adamw": [0.1], "quick": [0.1], "slow": [0.1]}
-    adamw, quick, slow = summarize(runs, sweeps, seeds=2)
+    adamw, quick, slow = standings(runs, seeds=2)
     assert (adamw.steps_to_reach, adamw.fewer_steps, adamw.less_time) == (30, 1, 1)
     assert quick.steps_to_reach == pytest.approx(15)
     assert quick.fewer_steps == pytest.approx(2)
@@ -62,21 +68,19 @@ def test_reaching_is_measured_against_adamws_final_loss(make_run):
 
 def test_edge_is_flagged_only_at_the_ends_of_the_sweep(make_run):
     runs = [make_run(lr=lr, losses=(3, loss)) for lr, loss in ((0.1, 2), (0.3, 1), (1.0, 2))]
-    (standing,) = summarize(runs, {"adamw": [0.1, 0.3, 1.0]}, seeds=1)
+    (standing,) = standings(runs)
     assert (standing.best_lr, standing.edge) == (0.3, False)
-    (standing,) = summarize(runs[:2], {"adamw": [0.1, 0.3]}, seeds=1)
+    (standing,) = standings(runs[:2])
     assert (standing.best_lr, standing.edge) == (0.3, True)
 
 
 def test_learning_rates_that_lack_seeds_are_not_compared(make_run):
     runs = [make_run(seed=0), make_run(seed=1), make_run(lr=0.3, seed=0, losses=(3, 0.1))]
-    (standing,) = summarize(runs, {"adamw": [0.1, 0.3]}, seeds=2)
+    (standing,) = standings(runs, seeds=2)
     assert standing.best_lr == 0.1
 
 
 def test_winner_is_the_lowest_final_loss_and_none_without_finishers(make_run):
     runs = (make_run(), make_run("muon", losses=(3, 2, 0.5)))
-    standings = summarize(runs, {"adamw": [0.1], "muon": [0.1]}, seeds=1)
-    assert Result({}, runs, standings).winner.optimizer == "muon"
-    bad = (make_run(status="diverged"),)
-    assert Result({}, bad, summarize(bad, {"adamw": [0.1]}, seeds=1)).winner is None
+    assert result_of(runs).winner.optimizer == "muon"
+    assert result_of([make_run(status="diverged")]).winner is None

@@ -1,6 +1,5 @@
 """The shortest schedule: found by bisection, trained, resumed, and told."""
 
-import csv
 import json
 import math
 
@@ -10,7 +9,6 @@ from isokron import race
 from isokron.optimizers_by_name import resolve
 from isokron.race import train as training
 from isokron.race.page import page, sentences, table
-from isokron.race.results import bisect, lengths
 
 QUICK = "torch.optim:SGD"
 GOAL = 1.0  # what the made-up adamw ends at
@@ -44,23 +42,14 @@ def shortest_of(task, steps=100, seeds=1, **more):
     return race.run(task, [QUICK], steps=steps, seeds=seeds, lrs=[0.1], shortest=True, **more)
 
 
-@pytest.mark.parametrize("steps", [1, 2, 7, 19, 20, 50, 150, 300, 333])
-def test_lengths_are_twentieths_that_end_at_the_race_itself(steps):
-    found = lengths(steps)
-    assert found[-1] == steps
-    assert len(found) == min(steps, 20)
-    assert all(abs(n - (i + 1) * steps / len(found)) <= 0.5 for i, n in enumerate(found))
-
-
 @pytest.mark.parametrize("needed", range(1, 21))
-def test_bisection_finds_the_first_that_reaches_in_at_most_five_probes(needed):
-    reached = {}
-    while (following := bisect(lengths(20), reached)[1]) is not None:
-        assert following not in reached
-        reached[following] = following >= needed
-    assert bisect(lengths(20), reached) == (needed, None)
-    assert len(reached) <= 5
-    assert needed == 20 or reached[needed]  # what is told was trained
+def test_bisection_finds_the_first_that_reaches_in_at_most_five_probes(task, made_up, needed):
+    made_up(needed)
+    result = shortest_of(task, steps=20)
+    assert result.standings[1].shortest.steps == needed
+    lengths = [run.schedule for run in result.probes]
+    assert len(lengths) == len(set(lengths)) <= 5
+    assert needed == 20 or needed in lengths  # what is told was trained
 
 
 @pytest.mark.parametrize(
@@ -73,7 +62,7 @@ def test_the_shortest_schedule_is_the_first_of_the_lengths_that_reaches(
     result = shortest_of(task)
     found = result.standings[1].shortest
     assert (found.steps, found.share) == (steps, steps / 100)
-    assert found.final == pytest.approx(needed / steps)
+    assert result.standings[1].schedules.get(steps, needed / 100) == pytest.approx(needed / steps)
     assert (QUICK, 0, steps) in trained
     assert len(result.runs) == 2
     assert [run.schedule for run in result.probes] == [n for _, _, n in trained[2:]]
@@ -130,7 +119,7 @@ def test_optimizers_take_turns_in_their_searches(task, made_up):
     assert names == [QUICK, other] * (len(names) // 2)
 
 
-def test_results_are_told_in_table_page_csv_and_json(task, made_up, tmp_path):
+def test_results_are_told_in_table_page_and_json(task, made_up, tmp_path):
     made_up(50)
     result = shortest_of(task, seeds=2, out=tmp_path)
     assert table(result)[2][6:8] == ["50 steps (0.50×)", "2.00 s (1.67×)"]
@@ -142,10 +131,6 @@ def test_results_are_told_in_table_page_csv_and_json(task, made_up, tmp_path):
     assert found["standings"][1]["shortest"]["steps"] == 50
     assert len(found["runs"]) == 4
     assert {run["schedule"] for run in found["probes"]} >= {45, 50}
-    with (tmp_path / "race.csv").open() as file:
-        lengths_of_rows = [int(row["schedule_steps"]) for row in csv.DictReader(file)]
-    assert lengths_of_rows.count(100) == 4
-    assert lengths_of_rows.count(50) == lengths_of_rows.count(45) == 2
 
 
 def real(task, out, **more):
@@ -157,7 +142,7 @@ def real(task, out, **more):
 def outcome(result):
     found = result.standings[1].shortest
     finals = {(run.schedule, run.seed): run.final for run in result.probes}
-    return found.steps, found.share, found.final, finals
+    return found.steps, found.share, finals
 
 
 def test_a_probe_is_a_run_on_a_schedule_of_its_own_length(task):
@@ -169,8 +154,7 @@ def test_a_probe_is_a_run_on_a_schedule_of_its_own_length(task):
         assert run.eval_steps[-1] == len(run.train_losses) == run.schedule
         assert run.train_losses == alone.train_losses
     at_end = [run.final for run in result.probes if run.schedule == found.steps]
-    assert found.final == pytest.approx(math.fsum(at_end) / 2)
-    assert found.final <= result.standings[0].final
+    assert math.fsum(at_end) / 2 <= result.standings[0].final
 
 
 def stops_in(n):
@@ -189,11 +173,12 @@ def stops_in(n):
 @pytest.mark.parametrize("n", [1, 2, 5])
 def test_a_search_that_was_stopped_is_resumed_to_the_same_result(task, tmp_path, n):
     whole = real(task, tmp_path / "whole")
-    with pytest.raises(race.Interrupted) as caught:
+    with pytest.raises(KeyboardInterrupt):
         real(task, tmp_path / "stopped", progress=stops_in(n))
-    assert len(caught.value.result.probes) == n - 1
-    assert caught.value.result.standings[1].shortest is None
-    assert table(caught.value.result)[2][6] == "not finished"
+    saved = json.loads((tmp_path / "stopped" / "race.json").read_text())
+    assert len(saved["probes"]) == n - 1
+    assert saved["standings"][1]["shortest"] is None
+    assert "<td>not finished</td>" in (tmp_path / "stopped" / "index.html").read_text()
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "stopped" / "runs").iterdir()}
     resumed = real(task, tmp_path / "stopped", resume=True)
     assert outcome(resumed) == outcome(whole)
@@ -204,7 +189,7 @@ def test_a_search_that_was_stopped_is_resumed_to_the_same_result(task, tmp_path,
 
 def test_a_race_run_without_it_can_be_resumed_with_it_and_back(task, tmp_path):
     plain = real(task, tmp_path, shortest=False)
-    assert plain.probes == ()
+    assert plain.probes == []
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "runs").iterdir()}
     added = real(task, tmp_path, resume=True)
     assert {p: p.stat().st_mtime_ns for p in before} == before
@@ -212,34 +197,22 @@ def test_a_race_run_without_it_can_be_resumed_with_it_and_back(task, tmp_path):
     assert outcome(real(task, tmp_path, shortest=False, resume=True)) == outcome(added)
 
 
-def test_runs_written_before_schedules_were_recorded_are_the_races_own(task, tmp_path):
-    real(task, tmp_path, shortest=False)
-    for path in (tmp_path / "runs").iterdir():
-        run = json.loads(path.read_text())
-        del run["schedule"]
-        path.write_text(json.dumps(run))
-    result = real(task, tmp_path, resume=True)
-    assert len(result.runs) == 4
-    assert result.standings[1].shortest is not None
-
-
 @pytest.mark.parametrize("seeds", [1, 2])
-def test_a_probe_that_fails_ends_the_search_and_is_tried_again(task, tmp_path, monkeypatch, seeds):
+def test_a_probe_that_fails_is_a_miss_and_is_tried_again(task, tmp_path, monkeypatch, seeds):
     whole = training.train
 
     def fails_when_short(task, entrant, lr, seed, steps, on_step):
-        if steps == 4:
-            entrant = resolve("toy:Raises")
-        run = whole(task, entrant, lr, seed, steps, on_step)
-        return training.Run(**(vars(run) | {"optimizer": "muon"})) if steps == 4 else run
+        run = whole(
+            task, resolve("toy:Raises") if steps == 6 else entrant, lr, seed, steps, on_step
+        )
+        run.optimizer = entrant.spec
+        return run
 
     monkeypatch.setattr(training, "train", fails_when_short)
-    monkeypatch.setattr("isokron.race.results.lengths", lambda steps: [4, 12])
     failed = real(task, tmp_path, seeds=seeds)
-    assert failed.standings[1].shortest is None
-    assert [run.status for run in failed.probes] == ["failed"]
-    assert table(failed)[2][6] == "failed"
-    assert "muon failed in 4 steps: RuntimeError" in page(failed)
+    assert failed.standings[1].shortest.steps > 6
+    assert [run.status for run in failed.probes if run.schedule == 6] == ["failed"] * seeds
+    assert "muon failed in 6 steps: RuntimeError" in page(failed)
     monkeypatch.setattr(training, "train", whole)
     repaired = real(task, tmp_path, seeds=seeds, resume=True)
-    assert repaired.standings[1].shortest is not None
+    assert repaired.standings[1].shortest.steps <= 6

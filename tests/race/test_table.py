@@ -7,7 +7,7 @@ from rich.console import Console
 
 from isokron.cli.progress import fitted_table
 from isokron.race.page import sentences, table
-from isokron.race.results import Result, summarize, with_shortest
+from isokron.race.results import summarize
 from isokron.report.render import memory
 
 SETTINGS = {
@@ -21,10 +21,15 @@ SETTINGS = {
 }
 
 
+def result_of(*runs, seeds=1):
+    names = list(dict.fromkeys(run.optimizer for run in runs))
+    return summarize({**SETTINGS, "optimizers": names, "seeds": seeds}, runs)
+
+
 @pytest.fixture
 def result(make_run):
     runs = (make_run("adamw"), make_run("muon[x]", losses=(3.0, 1.0, 0.5)))
-    return Result(SETTINGS, runs, summarize(runs, {"adamw": [0.1], "muon[x]": [0.1]}, 1))
+    return result_of(*runs)
 
 
 def printed(result, width):
@@ -51,9 +56,7 @@ def test_a_narrow_terminal_gets_a_column_per_optimizer_and_whole_words(result):
 def test_shortest_schedules_fit_any_terminal(make_run, width):
     runs = (make_run("adamw"), make_run("muon", losses=(3.0, 1.0, 0.5)))
     probes = [make_run("muon", losses=(3, 10 / n), schedule=n) for n in range(1, 20)]
-    standings = summarize(runs, {"adamw": [0.1], "muon": [0.1]}, 1)
-    standings = with_shortest(standings, probes, 20, 1)
-    result = Result(SETTINGS, runs, standings, True, tuple(probes), searched=True)
+    result = result_of(*runs, *probes)
     lines = printed(result, width)
     assert max(map(len, lines)) <= width
     assert len(lines) == 3 if width == 250 else len(lines) >= len(table(result)[0]) - 1
@@ -71,24 +74,19 @@ def test_memory_is_told_in_units_people_read(count, words):
     assert memory(count) == words
 
 
-def standings(*runs):
-    sweeps = {run.optimizer: [run.lr] for run in runs}
-    return Result(SETTINGS, runs, summarize(runs, sweeps, 1))
-
-
 def test_a_tie_is_not_called_a_gain(make_run):
-    tie = standings(make_run("adamw"), make_run("muon"))
+    tie = result_of(make_run("adamw"), make_run("muon"))
     assert [row[4] for row in table(tie)[1:]] == ["20", "20"]
 
 
 def test_a_busy_machine_is_told_and_a_quiet_one_is_not(make_run):
-    quiet = standings(make_run("adamw"), make_run("muon", model_seconds=0.011))
-    busy = standings(make_run("adamw"), make_run("muon", model_seconds=0.012))
+    quiet = result_of(make_run("adamw"), make_run("muon", model_seconds=0.011))
+    busy = result_of(make_run("adamw"), make_run("muon", model_seconds=0.012))
     assert not any("busy" in note for note in sentences(quiet))
     assert any("from 10.0 to 12.0 ms" in note for note in sentences(busy))
 
 
 def test_the_least_disturbed_run_tells_the_time(make_run):
     runs = [make_run(seed=seed, model_seconds=0.01 * (1 + seed)) for seed in range(3)]
-    (standing,) = summarize(runs, {"adamw": [0.1]}, 3)
+    (standing,) = result_of(*runs, seeds=3).standings
     assert standing.model_seconds == 0.01

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Annotated
 
@@ -22,25 +21,19 @@ RATES = {"adamw": (1e-3, 3e-3, 1e-2), "muon": (1e-2, 3e-2, 1e-1), "soap": (1e-2,
 # the model that is explained: training examples, steps on them, and bytes of text it writes
 EXAMPLES, LEARNED, SAID = 2000, 600, 65
 
-# what may differ between two demos, which replace each other; any other race is kept
-VARYING = ("torch", "isokron", "threads", "machine", "fingerprint")
-
 
 def demo(
     out: Annotated[
-        Path, typer.Option(help="Folder for the pages; an earlier demo in it is replaced.")
+        Path, typer.Option(help="Folder for the pages; an earlier demo in it is continued.")
     ] = Path("isokron-demo"),
 ) -> None:
     """Race three optimizers on a small language model, and show which examples taught it."""
     with reported(2):
-        from isokron.race.race import prepare
-        from isokron.race.run_files import holds
+        from isokron.race.race import Race
 
-        race = prepare("speeches-tiny", RATES, STEPS, 1, RATES)
-        if holds(out, race.settings, but=VARYING):
-            shutil.rmtree(out)
+        race = Race("speeches-tiny", RATES, STEPS, 1, RATES)
     typer.echo("A byte-level language model learns from presidents' speeches.", err=True)
-    result = compete(race, out, False, "Run it again from the start with the same command.")
+    result = compete(race, out, True, "Continue with the same command.")
     with reported(1):
         show_race(result)
         winner = result.winner

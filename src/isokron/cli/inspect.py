@@ -58,7 +58,7 @@ def inspect(
     with reported(2):
         from isokron.inspect import Setup, measure
         from isokron.inspect_page import RECORDS, write_report
-        from isokron.race.run_files import open_folder
+        from isokron.race.race import open_folder
         from isokron.tasks import load
 
         names, loaded = layers or (), load(task)

@@ -51,11 +51,10 @@ def race(
     """
     with reported(2):
         from isokron.optimizers_by_name import YARDSTICK, split_specs
-        from isokron.race.race import prepare
-        from isokron.race.run_files import slug
+        from isokron.race.race import Race, slug
 
         specs = split_specs(optimizers)
-        prepared = prepare(task, specs, steps, seeds, parse_rates(lr or []), shortest)
+        prepared = Race(task, specs, steps, seeds, parse_rates(lr or []), shortest)
     folder = out if out is not None else Path("runs") / f"race-{slug(task)}"
     added = "" if YARDSTICK in specs else f"{YARDSTICK} takes part as the yardstick"
     again = "Continue with the same command and --resume."
@@ -84,24 +83,23 @@ def parse_rates(texts: Sequence[str]) -> dict[str, list[float]] | None:
 
 def compete(race: Race, folder: Path, resume: bool, again: str, note: str = "") -> Result:
     """Race with progress on stderr; Ctrl-C shows the finished runs, prints `again`, exits 130."""
-    from isokron.race.race import Interrupted, execute
-    from isokron.race.run_files import race_folder
+    from isokron.race.race import race_folder
 
     with ExitStack() as stack:
         # before any work: reads the runs in the folder
         with reported(2):
             stack.enter_context(race_folder(folder, race.settings, resume))
-        try:
-            with reported(1), Display() as progress:
-                if note:
-                    progress(note, 0, 0)
-                return execute(race, folder, progress)
-        except Interrupted as interrupted:
-            if interrupted.result.runs:
-                show(interrupted.result)
-                typer.echo(f"Page: {(folder / 'index.html').resolve()}")
-            typer.echo(f"Interrupted. {again}", err=True)
-            raise typer.Exit(130) from None
+        with reported(1), Display() as progress:
+            if note:
+                progress(note, 0, 0)
+            result = race.run(folder, progress)
+    if not result.complete:
+        if result.runs:
+            show(result)
+            typer.echo(f"Page: {(folder / 'index.html').resolve()}")
+        typer.echo(f"Interrupted. {again}", err=True)
+        raise typer.Exit(130)
+    return result
 
 
 def show(result: Result) -> None:

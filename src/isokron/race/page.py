@@ -1,29 +1,25 @@
-"""A race as table, page and plots: the same numbers in the terminal and in the browser."""
+"""The reports of a race: table, page, plots and JSON, all with the same numbers."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from isokron.files import write_atomically
-from isokron.optimizers_by_name import YARDSTICK
-from isokron.race.results import Result, Standing, goal, mean_curve, schedule_losses, sweep
-from isokron.race.run_files import as_csv, as_json
+from isokron.race.results import Result, Standing, mean_curve, mean_finals
 from isokron.report import render
 from isokron.report.charts import COLOURS, Line, Mark, Plot, standalone
-from isokron.report.render import MISSING, memory
+from isokron.report.render import MISSING, finite, memory
 
 WIDE = 8.0  # a loss that falls by more than this factor reads better on a log scale
 SETTLED = 0.12  # share of the steps after which the fall from the start no longer fills the plot
-AXES = {"step": "step", "time": "seconds of training"}
 
 
 def write_reports(result: Result, folder: Path) -> None:
     texts = {
         "race.json": as_json(result),
-        "race.csv": as_csv(result),
         "loss.svg": standalone(loss_plot(result, "step")),
         "index.html": page(result),
     }
@@ -31,9 +27,17 @@ def write_reports(result: Result, folder: Path) -> None:
         write_atomically(folder / name, [text.encode()])
 
 
+def as_json(result: Result) -> str:
+    """Settings, standings, runs; the training loss of every step stays in the runs' files."""
+    value = asdict(result)
+    for record in (*value["runs"], *value["probes"]):
+        del record["train_losses"]
+    return json.dumps(finite(value), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
 def page(result: Result) -> str:
     """The page as one HTML file that needs nothing else."""
-    palette, winner = colours(result), result.winner
+    winner = result.winner
     runs = result.runs_of(winner.optimizer, winner.best_lr) if winner is not None else []
     head, *rows = table(result)
     return render.render(
@@ -43,27 +47,18 @@ def page(result: Result) -> str:
         winner=winner.optimizer if winner is not None else None,
         sentences=sentences(result),
         columns=head,
-        rows=[(palette[row[0]] % COLOURS, row) for row in rows],
+        rows=[(i % COLOURS, row) for i, row in enumerate(rows)],
         plots=(loss_plot(result, "step"), loss_plot(result, "time"), learning_rates(result)),
         samples=[run.sample for run in runs if run.sample],
-        goal=goal(result.standings),
-        tried=[
-            (s, schedule_losses(s, result.probes, result.settings["seeds"]))
-            for s in result.standings
-        ],
+        goal=result.goal,
+        tried=[(s, s.schedules) for s in result.standings],
         bad=[run for run in (*result.runs, *result.probes) if run.status != "finished"],
     )
 
 
 def sentences(result: Result) -> list[str]:
     """The verdict and the circumstances in a sentence each, then notes on how to read the table."""
-    return plain_text("race.txt", result=result, s=result.settings).split("\n")
-
-
-def plain_text(template: str, **context: Any) -> str:
-    """A template of isokron.report that is not HTML."""
-    text: str = render.environment().get_template(template).render(**context)
-    return text.strip()
+    return render.render("race.txt", result=result, s=result.settings).strip().split("\n")
 
 
 def table(result: Result) -> list[list[str]]:
@@ -75,8 +70,8 @@ def table(result: Result) -> list[list[str]]:
 def _row(s: Standing, result: Result) -> dict[str, str]:
     """Column → text; shortest schedules have columns only where they were searched."""
     runs = result.runs_of(s.optimizer)
-    missed = MISSING if goal(result.standings) is None else "not reached"
-    seconds = (s.model_seconds or 0.0, s.optimizer_seconds or 0.0)
+    missed = MISSING if result.goal is None else "not reached"
+    seconds = (s.model_seconds, s.optimizer_seconds)
     row = {
         "optimizer": s.optimizer,
         "best lr": f"{s.best_lr or 0.0:g}" + (" (edge)" if s.edge else ""),
@@ -86,7 +81,7 @@ def _row(s: Standing, result: Result) -> dict[str, str]:
         "time to AdamW's loss": _ratio(s.seconds_to_reach, s.less_time, " s", "less") or missed,
         **(_shortest_cells(s, result) if result.searched else {}),
         "step, ms: model + optimizer": " + ".join(f"{1e3 * value:.1f}" for value in seconds),
-        "optimizer memory": memory(s.optimizer_bytes or 0),
+        "optimizer memory": memory(s.optimizer_bytes),
         "diverged": f"{s.diverged} of {len(runs)} runs" if s.diverged else "none",
     }
     # what has no best learning rate has no numbers: only the outcome is told
@@ -108,90 +103,85 @@ def _ratio(value: float | None, ratio: float | None, unit: str, word: str) -> st
     return f"{text} ({f'{ratio:.2f}× {word}' if ratio > 1 else f'{1 / ratio:.2f}× more'})"
 
 
-def _shortest_cells(standing: Standing, result: Result) -> dict[str, str]:
+def _shortest_cells(s: Standing, result: Result) -> dict[str, str]:
     """Steps and seconds of the shortest schedule, and what share they are of AdamW's."""
-    steps, shortest, target = result.settings["steps"], standing.shortest, goal(result.standings)
-    if target is None:
+    steps, goal = result.settings["steps"], result.goal
+    if goal is None:
         cells = (MISSING, MISSING)
-    elif standing.optimizer == YARDSTICK:
-        cells = (f"{steps} steps", f"{steps * standing.step_seconds:.2f} s")
-    elif shortest is not None:
-        share = f" ({shortest.time_share:.2f}×)" if shortest.time_share is not None else ""
-        steps_cell = f"{shortest.steps} steps ({shortest.share:.2f}×)"
-        cells = (steps_cell, f"{shortest.seconds:.2f} s{share}")
-    elif standing.final > target:
-        cells = ("not reached", "not reached")
+    elif s is result.standings[0]:
+        cells = (f"{steps} steps", f"{steps * s.step_seconds:.2f} s")
+    elif s.shortest is not None:
+        best = s.shortest
+        cells = (
+            f"{best.steps} steps ({best.share:.2f}×)",
+            f"{best.seconds:.2f} s ({best.time_share:.2f}×)",
+        )
     else:
-        statuses = {run.status for run in result.probes if run.optimizer == standing.optimizer}
-        cells = ("failed" if "failed" in statuses else "not finished", MISSING)
+        cells = ("not reached",) * 2 if s.final > goal else ("not finished", MISSING)
     return dict(zip(("shortest schedule", "time of that schedule"), cells, strict=True))
-
-
-def colours(result: Result) -> dict[str, int]:
-    """Optimizer → palette index: 0 for the yardstick, the others in order."""
-    others = [s.optimizer for s in result.standings if s.optimizer != YARDSTICK]
-    return {YARDSTICK: 0} | {name: i + 1 for i, name in enumerate(others)}
 
 
 def loss_plot(result: Result, by: str) -> Plot:
     """Evaluation loss by "step" or "time" (steps × time of a step), at the best learning rates."""
-    finishers = [standing for standing in result.standings if standing.best_lr is not None]
+    finishers = [s for s in result.standings if s.best_lr is not None]
+    lines = []
     # the yardstick last, so that its dashes stay visible on top; thin lines below all means
-    lines = [line for s in reversed(finishers) for line in _curves(s, result, by)]
+    for s in reversed(finishers):
+        colour = result.standings.index(s)
+        runs = result.runs_of(s.optimizer, s.best_lr)
+        single = [(run.eval_steps, run.eval_losses) for run in runs if len(runs) > 1]
+        unit = 1.0 if by == "step" else s.step_seconds
+        for i, curve in enumerate([mean_curve(runs), *single]):
+            points = [(step * unit, loss) for step, loss in zip(*curve, strict=True)]
+            lines.append(Line(s.optimizer, colour, points, thin=i > 0))
     lines.sort(key=lambda line: not line.thin)
-    losses = [[y for _, y in line.points] for line in lines]
-    values = [y for curve in losses for y in curve]
+    losses = [[loss for _, loss in line.points] for line in lines]
+    low = min((min(curve) for curve in losses), default=0.0)
     # crop the first fall, which is alike for all and would flatten the rest
-    settled = [y for curve in losses for y in curve[math.ceil(SETTLED * len(curve)) :]]
-    low, high = (min(values), max(settled or values)) if values else (0.0, 1.0)
+    high = max((max(curve[math.ceil(SETTLED * len(curve)) :]) for curve in losses), default=1.0)
     log = _wide([low, high])
     margin = (high / low) ** 0.06 if log else 0.06 * (high - low) or 0.5
-    y_range = (low / margin, high * margin) if log else (low - margin, high + margin)
     ends = [f"{s.optimizer} ends at {s.final:.4f} with learning rate {s.best_lr:g}"
             for s in finishers]  # fmt: skip
-    text = (
+    return Plot(
+        f"by-{by}",
+        f"Evaluation loss by training {by}",
         f"Each optimizer at its best learning rate: {', '.join(ends) or 'none has finished'}. "
-        "Thick lines are means, thin ones single seeds, the dotted line is AdamW's final loss."
+        "Thick lines are means, thin ones single seeds, the dotted line is AdamW's final loss.",
+        "step" if by == "step" else "seconds of training",
+        result.settings["unit"],
+        lines,
+        y_log=log,
+        y_range=(low / margin, high * margin) if log else (low - margin, high + margin),
+        goal=result.goal,
     )
-    labels = (f"by-{by}", f"Evaluation loss by training {by}", text, AXES[by])
-    options: Any = {"y_log": log, "y_range": y_range, "goal": goal(result.standings)}
-    return Plot(*labels, result.settings["unit"], lines, **options)
-
-
-def _curves(standing: Standing, result: Result, by: str) -> list[Line]:
-    """A thin line per seed, if there are several, and the thick mean."""
-    name, unit = standing.optimizer, 1.0 if by == "step" else standing.step_seconds
-    runs = result.runs_of(name, standing.best_lr)
-    curves: list[tuple[Sequence[int], Sequence[float]]] = [mean_curve(runs)]
-    curves += [(run.eval_steps, run.eval_losses) for run in runs if len(runs) > 1]
-    colour = colours(result)[name]
-    return [
-        Line(name, colour, [(x * unit, y) for x, y in zip(*curve, strict=True)], thin=i > 0)
-        for i, curve in enumerate(curves)
-    ]
 
 
 def learning_rates(result: Result) -> Plot:
     """Final loss against learning rate; a cross at the top where a seed diverged."""
-    palette = colours(result)
     lines, marks = [], []
-    for standing in result.standings:
-        name, colour = standing.optimizer, palette[standing.optimizer]
-        losses = sweep(result.runs_of(name))
-        finite = {lr: loss for lr, loss in losses.items() if math.isfinite(loss)}
-        lines.append(Line(name, colour, list(finite.items())))
-        for lr in losses:
-            statuses = {run.status for run in result.runs_of(name, lr)}
+    for colour, s in enumerate(result.standings):
+        losses = mean_finals(result.runs_of(s.optimizer), "lr", result.settings["seeds"])
+        points = [(lr, loss) for lr, loss in losses.items() if math.isfinite(loss)]
+        lines.append(Line(s.optimizer, colour, points))
+        for lr, loss in losses.items():
+            statuses = {run.status for run in result.runs_of(s.optimizer, lr)}
             trouble = "failed" if "failed" in statuses else "diverged"
-            title = f"{name}, lr {lr:g}: {f'{finite[lr]:.4f}' if lr in finite else trouble}"
-            marks.append(Mark(colour, lr, finite.get(lr), title, lr == standing.best_lr))
-    text = (
+            height, text = (loss, f"{loss:.4f}") if math.isfinite(loss) else (None, trouble)
+            title = f"{s.optimizer}, lr {lr:g}: {text}"
+            marks.append(Mark(colour, lr, height, title, lr == s.best_lr))
+    return Plot(
+        "sweep",
+        "Final loss by learning rate",
         "Mean final evaluation loss over seeds for every learning rate tried. "
-        "A ring marks the best one of each optimizer, a cross at the top a diverged run."
+        "A ring marks the best one of each optimizer, a cross at the top a diverged run.",
+        "learning rate",
+        result.settings["unit"],
+        lines,
+        marks,
+        x_log=True,
+        y_log=_wide([mark.y for mark in marks if mark.y is not None]),
     )
-    labels = ("sweep", "Final loss by learning rate", text, "learning rate")
-    log = _wide([mark.y for mark in marks if mark.y is not None])
-    return Plot(*labels, result.settings["unit"], lines, marks, x_log=True, y_log=log)
 
 
 def _wide(values: list[float]) -> bool:

@@ -1,83 +1,41 @@
-"""A race from its checks to its result: round after round, the missing runs are trained."""
+"""A race from its arguments to its result: its folder, and the runs that are missing in it."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import os
 import platform
+import re
+import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import chain, zip_longest
+from contextlib import contextmanager
+from dataclasses import asdict
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 
 from isokron._version import __version__
-from isokron.optimizers_by_name import YARDSTICK, Entrant, resolve
-from isokron.race import results, train
+from isokron.files import lock, write_atomically
+from isokron.optimizers_by_name import YARDSTICK, resolve
+from isokron.race import train
 from isokron.race.page import write_reports
-from isokron.race.results import Key, Result, Run
-from isokron.race.run_files import race_folder, read_runs, write_run
+from isokron.race.results import Result, Run, Standing, summarize
 from isokron.tasks import Task, load
 from isokron.training import Progress, digest, make_model, silent
 
 EVERY = "*"  # in a mapping of learning rates: all optimizers not named
 EXTENSIONS = 2  # of a sweep whose best learning rate lies at an edge
 FACTOR = 3.0  # between neighbours in an extended sweep
+SETTINGS, RUNS = "settings.json", "runs"
+NEW_FOLDER = "give a new folder with --out"
 
-Sweeps: TypeAlias = Mapping[str, Sequence[float]]  # optimizer → learning rates
-Rates: TypeAlias = Sequence[float] | Sweeps | None
-Rounds: TypeAlias = Iterator[tuple[Iterable[Key], str]]  # runs to be trained, and why
-
-
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C during a race; `result` holds the runs that were finished."""
-
-    def __init__(self, result: Result) -> None:
-        super().__init__("race interrupted")
-        self.result = result
-
-
-@dataclass
-class Race:
-    """A race whose arguments have been checked. growing: optimizers whose sweep may be extended."""
-
-    task: Task
-    entrants: Mapping[str, Entrant]
-    sweeps: Sweeps
-    growing: Collection[str]
-    steps: int
-    seeds: int
-    # changes no run of the race, so it is not among the settings: a race may be resumed with or
-    # without the search for the shortest schedules
-    shortest: bool = False
-
-    @cached_property
-    def settings(self) -> dict[str, Any]:
-        """All that the results depend on, as JSON; two races with equal settings may be joined."""
-        task, model = self.task, make_model(self.task, 0)
-        tensors = [*task.train.tensors, *task.held_out.tensors, *model.state_dict().values()]
-        return {
-            "task": task.name,
-            "unit": task.unit,
-            "steps": self.steps,
-            "seeds": self.seeds,
-            "optimizers": list(self.sweeps),
-            "learning rates": {spec: list(lrs) for spec, lrs in self.sweeps.items()},
-            "sweep may grow": sorted(self.growing),
-            "schedule": "linear warm-up over the first tenth, then cosine to 0",
-            "batch size": task.batch_size,
-            "parameters": sum(p.numel() for p in model.parameters()),
-            "training examples": len(task.train),
-            "evaluation examples": len(task.held_out),
-            "fingerprint": digest(tensors),
-            "torch": torch.__version__,
-            "isokron": __version__,
-            "threads": torch.get_num_threads(),
-            "machine": machine(),
-        }
+# a run: optimizer, learning rate, seed, and steps of a shorter schedule than the race's
+Key: TypeAlias = tuple[str, float, int, int | None]
+Rates: TypeAlias = Sequence[float] | Mapping[str, Sequence[float]] | None
 
 
 def run(
@@ -102,39 +60,136 @@ def run(
         lrs: learning rates for all, or optimizer → learning rates ("*" for the others). By default
             each optimizer has its own sweep, which grows while its best value lies at an edge.
         shortest: also find the shortest schedule with which each optimizer reaches AdamW's loss.
-        out: folder for the files and the page; None writes nothing.
+        out: folder for the files and the page; None keeps no files.
         resume: continue the race in `out`.
         progress: called with (stage, steps done, steps in total, note).
     """
-    race = prepare(task, optimizers, steps, seeds, lrs, shortest)
-    if out is None:
-        return execute(race, None, progress)
-    with race_folder(Path(out), race.settings, resume):
-        return execute(race, Path(out), progress)
+    race = Race(task, optimizers, steps, seeds, lrs, shortest)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(out or temporary)
+        with race_folder(folder, race.settings, resume):
+            result = race.run(folder, progress)
+    if not result.complete:
+        raise KeyboardInterrupt
+    return result
 
 
-def prepare(
-    task: Task | str,
-    optimizers: Iterable[str],
-    steps: int,
-    seeds: int,
-    lrs: Rates = None,
-    shortest: bool = False,
-) -> Race:
-    """Check all arguments, add the yardstick, choose the learning rates."""
-    for name, value in (("steps", steps), ("seeds", seeds)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
-    specs = list(optimizers)
-    specs = specs if YARDSTICK in specs else [YARDSTICK, *specs]
-    entrants = {spec: resolve(spec) for spec in specs}
-    rates = _rates(lrs, entrants)
-    loaded = task if isinstance(task, Task) else load(task)
-    sweeps = {spec: rates.get(spec, entrant.lrs) for spec, entrant in entrants.items()}
-    return Race(loaded, entrants, sweeps, entrants.keys() - rates.keys(), steps, seeds, shortest)
+class Race:
+    """A race with checked arguments, those of `run`; settings: all that its results depend on."""
+
+    def __init__(
+        self,
+        task: Task | str,
+        optimizers: Iterable[str],
+        steps: int,
+        seeds: int,
+        lrs: Rates = None,
+        shortest: bool = False,
+    ) -> None:
+        for name, value in (("steps", steps), ("seeds", seeds)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        specs = list(dict.fromkeys([YARDSTICK, *optimizers]))
+        self.entrants = {spec: resolve(spec) for spec in specs}
+        rates = _rates(lrs, specs)
+        self.task = task = task if isinstance(task, Task) else load(task)
+        # changes no run of the race, so it is not among the settings: a race may be resumed with
+        # or without the search for the shortest schedules
+        self.shortest = shortest
+        model = make_model(task, 0)
+        tensors = [*task.train.tensors, *task.held_out.tensors, *model.state_dict().values()]
+        self.settings: dict[str, Any] = {
+            "task": task.name,
+            "unit": task.unit,
+            "steps": steps,
+            "seeds": seeds,
+            "optimizers": specs,
+            "learning rates": {s: rates.get(s, list(self.entrants[s].lrs)) for s in specs},
+            "sweep may grow": sorted(set(specs) - rates.keys()),
+            "schedule": "linear warm-up over the first tenth, then cosine to 0",
+            "batch size": task.batch_size,
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "training examples": len(task.train),
+            "evaluation examples": len(task.held_out),
+            "fingerprint": digest(tensors),
+            "torch": torch.__version__,
+            "isokron": __version__,
+            "threads": torch.get_num_threads(),
+            "machine": machine(),
+        }
+
+    def run(self, folder: Path, progress: Progress = silent) -> Result:
+        """Train the runs missing in a folder held by `race_folder`, and write the reports.
+
+        Ctrl-C leads to an incomplete result.
+        """
+        # a failed run is tried again: what made the optimizer fail may have been repaired
+        saved = [run for run in read_runs(folder) if run.status != "failed"]
+        done: dict[Key, Run] = {(r.optimizer, r.lr, r.seed, r.schedule): r for r in saved}
+        total, complete = 0, False
+        try:
+            for keys, why in self._rounds(done):
+                missing = [key for key in keys if key not in done]
+                if missing and why:
+                    progress(f"{len(missing)} more runs: {why}", 0, 0)
+                first, total = total + 1, total + len(missing)
+                for number, key in enumerate(missing, start=first):
+                    # entered before it is written: Ctrl-C in between must not hide what is on disk
+                    done[key] = self._train(key, f"run {number} of {total}", progress)
+                    write_run(folder, done[key])
+            complete = True
+        except KeyboardInterrupt:
+            pass
+        result = summarize(self.settings, done.values(), complete, self.shortest)
+        write_reports(result, folder)
+        return result
+
+    def _train(self, key: Key, number: str, progress: Progress) -> Run:
+        optimizer, lr, seed, schedule = key
+        steps = schedule or self.settings["steps"]
+        length = "" if schedule is None else f", {steps} steps"
+        stage = f"{number}, {optimizer}, lr {lr:g}, seed {seed}{length}"
+
+        def on_step(step: int, loss: float) -> None:
+            progress(stage, step, steps, f"training loss {loss:.4g}")
+
+        run = train.train(self.task, self.entrants[optimizer], lr, seed, steps, on_step)
+        run.schedule = schedule
+        count = len(run.train_losses)
+        final = f"final loss {run.final:.4f}" if run.status == "finished" else run.status
+        progress(stage, count, count, final)
+        return run
+
+    def _rounds(self, done: Mapping[Key, Run]) -> Iterator[tuple[Iterable[Key], str]]:
+        """Runs to train, and why: the sweeps, their extensions, then the shorter schedules."""
+        seeds = self.settings["seeds"]
+        sweeps = {spec: list(lrs) for spec, lrs in self.settings["learning rates"].items()}
+        yield interleaved(sweeps, seeds), ""
+        for _ in range(EXTENSIONS):
+            # a resumed race may have runs of later extensions on disk
+            runs = [run for run in done.values() if run.lr in sweeps[run.optimizer]]
+            extended = {
+                s.optimizer: [lr]
+                for s in summarize(self.settings, runs).standings
+                if s.optimizer in self.settings["sweep may grow"] and (lr := next_lr(s))
+            }
+            for spec, lrs in extended.items():
+                sweeps[spec] += lrs
+            yield interleaved(extended, seeds), "the best learning rate is at an edge of the sweep"
+        while self.shortest:
+            standings = summarize(self.settings, done.values(), searched=True).standings
+            keys = [
+                (s.optimizer, s.best_lr or 0.0, seed, s.untried[(len(s.untried) - 1) // 2])
+                for seed in range(seeds)
+                for s in standings
+                if s.untried
+            ]
+            if not keys:
+                return
+            yield keys, "looking for the shortest schedule"
 
 
-def _rates(lrs: Rates, specs: Collection[str]) -> dict[str, tuple[float, ...]]:
+def _rates(lrs: Rates, specs: Collection[str]) -> dict[str, list[float]]:
     """Optimizer → the learning rates asked for, of those that have any."""
     named = {} if lrs is None else dict(lrs) if isinstance(lrs, Mapping) else {EVERY: lrs}
     for spec, rates in named.items():
@@ -145,9 +200,8 @@ def _rates(lrs: Rates, specs: Collection[str]) -> dict[str, tuple[float, ...]]:
         if wrong or not rates:
             value = wrong[0] if wrong else "none"
             raise ValueError(f"lr must be positive numbers, got {value}; write 1e-3,3e-3")
-    default = named.pop(EVERY, ())
-    chosen = {**dict.fromkeys(specs, default), **named}
-    return {spec: tuple(sorted(set(rates))) for spec, rates in chosen.items() if rates}
+    chosen = {spec: named.get(spec, named.get(EVERY, ())) for spec in specs}
+    return {spec: sorted(set(rates)) for spec, rates in chosen.items() if rates}
 
 
 def machine() -> str:
@@ -160,118 +214,77 @@ def machine() -> str:
     return f"{name}, {os.cpu_count()} cores, {platform.system()}"
 
 
-def execute(race: Race, folder: Path | None = None, progress: Progress = silent) -> Result:
-    """Train the missing runs and write the reports, after Ctrl-C too, which is raised again.
-
-    folder: held by `race_folder`, or None to write nothing.
-    """
-    # a failed run is tried again: what made the optimizer fail may have been repaired
-    saved = [] if folder is None else [r for r in read_runs(folder) if r.status != "failed"]
-    done = {run.key: run for run in saved}
-    sweeps = {spec: list(lrs) for spec, lrs in race.sweeps.items()}
-    probes = probe_rounds(race, sweeps, done) if race.shortest else ()
-    total = 0
-    try:
-        for keys, why in chain(sweep_rounds(race, sweeps, done), probes):
-            missing = [key for key in keys if key not in done]
-            if missing and why:
-                progress(f"{len(missing)} more runs: {why}", 0, 0)
-            first, total = total + 1, total + len(missing)
-            for number, key in enumerate(missing, start=first):
-                if key.optimizer not in failed(done):
-                    # entered before it is written: Ctrl-C in between must not hide what is on disk
-                    done[key] = _train(race, key, f"run {number} of {total}", progress)
-                    if folder is not None:
-                        write_run(folder, done[key])
-        complete = True
-    except KeyboardInterrupt:
-        complete = False
-    result = _conclude(race, sweeps, done, complete)
-    if folder is not None:
-        write_reports(result, folder)
-    if not complete:
-        raise Interrupted(result)
-    return result
-
-
-def _train(race: Race, key: Key, number: str, progress: Progress) -> Run:
-    steps = key.schedule or race.steps
-    length = "" if key.schedule is None else f", {steps} steps"
-    stage = f"{number}, {key.optimizer}, lr {key.lr:g}, seed {key.seed}{length}"
-
-    def on_step(step: int, loss: float) -> None:
-        # after the last one follows the evaluation loss
-        if step < steps:
-            progress(stage, step, steps, f"training loss {loss:.4g}")
-
-    entrant = race.entrants[key.optimizer]
-    run = train.train(race.task, entrant, key.lr, key.seed, steps, on_step)
-    count = len(run.train_losses)
-    final = f"final loss {run.final:.4f}" if run.status == "finished" else run.status
-    progress(stage, count, count, final)
-    return replace(run, schedule=key.schedule)
-
-
-def _conclude(race: Race, sweeps: Sweeps, done: Mapping[Key, Run], complete: bool) -> Result:
-    runs = tuple(run for run in done.values() if run.schedule is None)
-    probes = tuple(run for run in done.values() if run.schedule is not None)
-    standings = results.summarize(runs, sweeps, race.seeds)
-    # earlier searches are shown, asked for or not
-    searched = race.shortest or bool(probes)
-    if searched:
-        standings = results.with_shortest(standings, probes, race.steps, race.seeds)
-    return Result(race.settings, runs, standings, complete, probes, searched)
-
-
-def failed(done: Mapping[Key, Run]) -> set[str]:
-    """Optimizers that raised; they are not trained any further."""
-    return {run.optimizer for run in done.values() if run.status == "failed"}
-
-
-def interleaved(sweeps: Sweeps, seeds: int) -> Iterator[Key]:
+def interleaved(sweeps: Mapping[str, Sequence[float]], seeds: int) -> Iterator[Key]:
     """Runs by seed, then by position in the sweep, then by optimizer."""
     # optimizers take turns, so that a slow minute of the machine hits all alike
     for seed in range(seeds):
         for lrs in zip_longest(*sweeps.values()):
-            yield from (Key(s, lr, seed) for s, lr in zip(sweeps, lrs, strict=True) if lr)
+            yield from ((s, lr, seed, None) for s, lr in zip(sweeps, lrs, strict=True) if lr)
 
 
-def next_lr(finals: Mapping[float, float]) -> float | None:
-    """The learning rate to try next: beyond the edge at which the best lies, if it lies there.
-
-    finals: learning rate → mean final loss, infinite where it diverged.
-    """
-    best = results.best_lr(finals)
+def next_lr(standing: Standing) -> float | None:
+    """The learning rate beyond the edge at which the best lies; None if it lies inside."""
+    lrs, best = standing.lrs, standing.best_lr
     # smaller also if all diverged
-    if best is None or best == min(finals):
-        return float(f"{min(finals) / FACTOR:.3g}")
-    return float(f"{max(finals) * FACTOR:.3g}") if best == max(finals) else None
+    if best is None or best == lrs[0]:
+        return None if standing.failure else float(f"{lrs[0] / FACTOR:.3g}")
+    return float(f"{lrs[-1] * FACTOR:.3g}") if best == lrs[-1] else None
 
 
-def sweep_rounds(race: Race, sweeps: dict[str, list[float]], done: Mapping[Key, Run]) -> Rounds:
-    """The sweeps as planned, then their extensions, which are appended to `sweeps`."""
-    yield interleaved(sweeps, race.seeds), ""
-    for _ in range(EXTENSIONS):
-        extended = {}
-        for spec, lrs in sweeps.items():
-            finals = results.sweep([r for r in done.values() if r.key[::3] == (spec, None)])
-            lr = next_lr({lr: finals.get(lr, math.inf) for lr in lrs})
-            if spec in race.growing and lr is not None and spec not in failed(done):
-                extended[spec] = [lr]
-                lrs.append(lr)
-        yield interleaved(extended, race.seeds), "the best learning rate is at an edge of the sweep"
+def slug(text: str, limit: int = 60) -> str:
+    """A file name for any text; changed texts carry a hash, so that no two collide."""
+    safe = re.sub(r"[^A-Za-z0-9._=-]+", "_", text)[:limit].strip(".")
+    return safe if safe == text else f"{safe}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
 
 
-def probe_rounds(race: Race, sweeps: Sweeps, done: Mapping[Key, Run]) -> Rounds:
-    """After the race: every optimizer on the length its search tries next, till all are over."""
-    runs = [run for run in done.values() if run.schedule is None]
-    standings = results.summarize(runs, sweeps, race.seeds)
-    while True:
-        states = results.searches(standings, list(done.values()), race.steps, race.seeds)
-        lengths = {spec: n for spec, (_, n) in states.items() if n and spec not in failed(done)}
-        if not lengths:
-            return
-        rates = {s.optimizer: [s.best_lr or 0.0] for s in standings if s.optimizer in lengths}
-        keys = interleaved(rates, race.seeds)
-        shorter = [key._replace(schedule=lengths[key.optimizer]) for key in keys]
-        yield shorter, "looking for the shortest schedule"
+def open_folder(folder: Path, marker: str) -> None:
+    """Make the folder, unless it cannot be written or has files but not the file `marker`."""
+    content = [path.name for path in folder.glob("*") if not path.name.startswith(".")]
+    if content and marker not in content:
+        problem = f"has other files in it (such as {content[0]})"
+        raise ValueError(f"out {str(folder)!r} {problem}; {NEW_FOLDER}")
+    # before any work: results that cannot be written would be lost
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        problem = f"cannot be written: {error.strerror}"
+        raise ValueError(f"out {str(folder)!r} {problem}; {NEW_FOLDER}") from None
+
+
+@contextmanager
+def race_folder(folder: Path, settings: Mapping[str, Any], resume: bool) -> Iterator[None]:
+    """Hold a folder free for a new race, or one whose race has these settings and is resumed."""
+    open_folder(folder, SETTINGS)
+    with (folder / ".lock").open("wb") as file:
+        if not lock(file, wait=False):
+            problem = "another process is racing in it; wait until it ends"
+            raise ValueError(f"out {str(folder)!r}: {problem}, or {NEW_FOLDER}")
+        # a folder in which no run was finished is free
+        if any(folder.glob(f"{RUNS}/[!.]*.json")):
+            if not resume:
+                problem = "already holds a race; continue it with --resume"
+                raise ValueError(f"out {str(folder)!r} {problem}, or {NEW_FOLDER}")
+            saved = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+            for name in (*settings, *saved):
+                before, now = saved.get(name), settings.get(name)
+                if before != now:
+                    problem = f"{name} was {before!r} and is now {now!r}; use the same settings"
+                    raise ValueError(f"cannot resume: {problem}, or {NEW_FOLDER}")
+        (folder / RUNS).mkdir(exist_ok=True)
+        text = json.dumps(settings, indent=1, ensure_ascii=False) + "\n"
+        write_atomically(folder / SETTINGS, [text.encode()])
+        yield
+
+
+def write_run(folder: Path, run: Run) -> None:
+    length = "" if run.schedule is None else f"-steps{run.schedule}"
+    name = f"{slug(run.optimizer)}-lr{run.lr!r}-seed{run.seed}{length}.json"
+    text = json.dumps(asdict(run), indent=1, allow_nan=False) + "\n"
+    write_atomically(folder / RUNS / name, [text.encode()])
+
+
+def read_runs(folder: Path) -> list[Run]:
+    paths = sorted((folder / RUNS).glob("[!.]*.json"))
+    return [Run(**json.loads(path.read_text(encoding="utf-8"))) for path in paths]

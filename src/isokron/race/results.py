@@ -4,81 +4,58 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
-
-from isokron.optimizers_by_name import YARDSTICK
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
 
 PARTS = 20  # of the race's steps: shorter schedules are tried in twentieths
 
 
-class Key(NamedTuple):
-    """Which run of a race. schedule: as of Run."""
-
-    optimizer: str
-    lr: float
-    seed: int
-    schedule: int | None = None
-
-
-@dataclass(frozen=True)
+@dataclass
 class Run:
     """One training run.
 
+    schedule: steps of its own schedule, in the search for the shortest; None for the race's.
+    weights, batches: digests of the initial weights and of the batches in order.
     status: "finished", "diverged" (loss not finite or far above the start) or "failed".
     eval_steps, eval_losses: the evaluation curve, from step 0 as far as the run went.
-    model_seconds, optimizer_seconds: per step; the median of forward and backward, and the mean of
-    the optimizer's part, some of whose steps cost more than others.
-    weights, batches: digests of the initial weights and of the batches in order.
-    schedule: steps of its own schedule, in the search for the shortest; None for the race's.
+    model_seconds, optimizer_seconds: of a step, median and mean, if the run was finished.
     """
 
     optimizer: str
     lr: float
     seed: int
-    status: str
-    message: str
-    eval_steps: tuple[int, ...]
-    eval_losses: tuple[float, ...]
-    train_losses: tuple[float, ...]
-    model_seconds: float
-    optimizer_seconds: float
-    optimizer_bytes: int
-    weights: str
-    batches: str
-    sample: str = ""
     schedule: int | None = None
-
-    @property
-    def key(self) -> Key:
-        return Key(self.optimizer, self.lr, self.seed, self.schedule)
+    weights: str = ""
+    batches: str = ""
+    status: str = "finished"
+    message: str = ""
+    eval_steps: list[int] = field(default_factory=list)
+    eval_losses: list[float] = field(default_factory=list)
+    train_losses: list[float] = field(default_factory=list)
+    model_seconds: float = 0.0
+    optimizer_seconds: float = 0.0
+    optimizer_bytes: int = 0
+    sample: str = ""
 
     @property
     def final(self) -> float:
         """Evaluation loss after the last step; infinite if the run did not get there."""
         return self.eval_losses[-1] if self.status == "finished" else math.inf
 
-    @property
-    def step_seconds(self) -> float:
-        return self.model_seconds + self.optimizer_seconds
-
 
 @dataclass(frozen=True)
 class Shortest:
-    """The shortest schedule tried with which an optimizer ends at or below AdamW's final loss.
-
-    share, time_share: of AdamW's steps and seconds for the full race. final: mean over seeds.
-    """
+    """The shortest schedule that reaches AdamW's loss; shares are of AdamW's full race."""
 
     steps: int
     share: float
     seconds: float
-    time_share: float | None
-    final: float
+    time_share: float
 
 
-@dataclass(frozen=True)
+@dataclass
 class Standing:
     """One optimizer's result, at its best learning rate.
 
@@ -86,11 +63,13 @@ class Standing:
     steps_to_reach, seconds_to_reach: where the mean curve first meets AdamW's final loss.
     fewer_steps, less_time: AdamW's own steps and seconds to that loss, divided by these.
     edge: the best learning rate is the lowest or highest tried, so it may not be the best.
+    schedules: steps of the shorter schedules tried → mean final loss.
+    untried: steps among which the search for the shortest schedule has to choose yet.
     shortest: None for AdamW, and where not searched, not found yet or out of reach.
     """
 
     optimizer: str
-    lrs: tuple[float, ...]
+    lrs: list[float]
     best_lr: float | None = None
     edge: bool = False
     final: float = math.inf
@@ -100,31 +79,33 @@ class Standing:
     seconds_to_reach: float | None = None
     fewer_steps: float | None = None
     less_time: float | None = None
-    model_seconds: float | None = None
-    optimizer_seconds: float | None = None
-    optimizer_bytes: int | None = None
+    model_seconds: float = 0.0
+    optimizer_seconds: float = 0.0
+    optimizer_bytes: int = 0
     diverged: int = 0
     failure: str = ""
+    schedules: Mapping[int, float] = field(default_factory=dict)
+    untried: list[int] = field(default_factory=list)
     shortest: Shortest | None = None
 
     @property
     def step_seconds(self) -> float:
-        return (self.model_seconds or 0.0) + (self.optimizer_seconds or 0.0)
+        return self.model_seconds + self.optimizer_seconds
 
 
-@dataclass(frozen=True)
+@dataclass
 class Result:
-    """A race: its settings, all runs, and one standing per optimizer in the order of the call.
+    """A race: its settings, all runs, and one standing per optimizer, that of AdamW first.
 
     probes: the runs on shorter schedules, apart from `runs`; searched: they were asked for.
     """
 
     settings: Mapping[str, Any]
-    runs: tuple[Run, ...]
-    standings: tuple[Standing, ...]
-    complete: bool = True
-    probes: tuple[Run, ...] = ()
-    searched: bool = False
+    runs: list[Run]
+    probes: list[Run]
+    complete: bool
+    searched: bool
+    standings: list[Standing] = field(default_factory=list)
 
     @property
     def winner(self) -> Standing | None:
@@ -132,170 +113,124 @@ class Result:
         ranked = [s for s in self.standings if math.isfinite(s.final)]
         return min(ranked, key=lambda s: s.final, default=None)
 
+    @property
+    def goal(self) -> float | None:
+        """AdamW's final loss; None if it has none."""
+        final = self.standings[0].final
+        return final if math.isfinite(final) else None
+
     def runs_of(self, optimizer: str, lr: float | None = None) -> list[Run]:
         """Runs of one optimizer, at one learning rate or at all, by learning rate and seed."""
         chosen = [r for r in self.runs if r.optimizer == optimizer and lr in (None, r.lr)]
         return sorted(chosen, key=lambda run: (run.lr, run.seed))
 
 
-def goal(standings: Sequence[Standing]) -> float | None:
-    """AdamW's final loss; None if it has none."""
-    finals = [s.final for s in standings if s.optimizer == YARDSTICK]
-    return finals[0] if finals and math.isfinite(finals[0]) else None
-
-
-def mean_final(runs: Sequence[Run]) -> float:
-    """Mean final loss over seeds; infinite as soon as one seed diverged or failed."""
-    return statistics.fmean(run.final for run in runs) if runs else math.inf
-
-
-def sweep(runs: Sequence[Run]) -> dict[float, float]:
-    """Learning rate → mean final loss, by rising learning rate."""
-    rates = sorted({run.lr for run in runs})
-    return {lr: mean_final([run for run in runs if run.lr == lr]) for lr in rates}
-
-
-def best_lr(finals: Mapping[float, float]) -> float | None:
-    """The learning rate of the lowest loss; None if every one diverged."""
-    finite = {lr: final for lr, final in finals.items() if math.isfinite(final)}
-    return min(finite, key=finite.__getitem__, default=None)
+def mean_finals(runs: Iterable[Run], by: str, seeds: int) -> dict[Any, float]:
+    """Mean final loss by "lr" or "schedule", rising; infinite as soon as one seed diverged."""
+    groups: dict[Any, list[float]] = {}
+    for run in runs:
+        groups.setdefault(getattr(run, by), []).append(run.final)
+    # an interrupted race may lack seeds; means over different seeds must not be compared
+    return {
+        value: statistics.fmean(finals)
+        for value, finals in sorted(groups.items())
+        if len(finals) == seeds
+    }
 
 
 def mean_curve(runs: Sequence[Run]) -> tuple[list[int], list[float]]:
-    """Evaluation steps, and the loss there averaged over seeds."""
-    shortest = min(runs, key=lambda run: len(run.eval_steps))
-    columns = zip(*(run.eval_losses for run in runs), strict=False)
-    return list(shortest.eval_steps), [statistics.fmean(column) for column in columns]
+    """Evaluation steps of finished runs, and the loss there averaged over seeds."""
+    columns = zip(*(run.eval_losses for run in runs), strict=True)
+    return runs[0].eval_steps, [statistics.fmean(column) for column in columns]
 
 
 def first_crossing(steps: Sequence[int], losses: Sequence[float], target: float) -> float | None:
     """Where the curve, joined by straight lines, first is at or below target; None if never."""
-    for i, loss in enumerate(losses):
+    if losses[0] <= target:
+        return float(steps[0])
+    for (start, above), (end, loss) in pairwise(zip(steps, losses, strict=True)):
         if loss <= target:
-            if i == 0:
-                return float(steps[0])
-            above = losses[i - 1]
-            return steps[i - 1] + (above - target) / (above - loss) * (steps[i] - steps[i - 1])
+            return start + (above - target) / (above - loss) * (end - start)
     return None
 
 
 def summarize(
-    runs: Sequence[Run], sweeps: Mapping[str, Sequence[float]], seeds: int
-) -> tuple[Standing, ...]:
-    """One standing per optimizer of `sweeps` (its learning rates tried), compared with AdamW."""
-    by_name = {name: [run for run in runs if run.optimizer == name] for name in sweeps}
-    standings = {
-        name: _standing(name, by_name[name], tuple(sorted(lrs)), seeds)
-        for name, lrs in sweeps.items()
-    }
-    target = goal(tuple(standings.values()))
-    if target is None:
-        return tuple(standings.values())
-    reached = {}
-    for name, standing in standings.items():
-        at_best = [run for run in by_name[name] if run.lr == standing.best_lr]
-        steps = first_crossing(*mean_curve(at_best), target) if at_best else None
-        if steps is not None:
-            reached[name] = (steps, steps * standing.step_seconds)
-    base_steps, base_seconds = reached[YARDSTICK]
-    for name, (steps, seconds) in reached.items():
-        standings[name] = replace(
-            standings[name],
-            steps_to_reach=steps,
-            seconds_to_reach=seconds,
-            fewer_steps=base_steps / steps if steps else None,
-            less_time=base_seconds / seconds if seconds else None,
-        )
-    return tuple(standings.values())
+    settings: Mapping[str, Any],
+    runs: Collection[Run],
+    complete: bool = True,
+    searched: bool = False,
+) -> Result:
+    """The result of these runs: each optimizer at its best learning rate, compared with AdamW."""
+    probes = [run for run in runs if run.schedule is not None]
+    race_runs = [run for run in runs if run.schedule is None]
+    # earlier searches are shown, asked for or not
+    result = Result(settings, race_runs, probes, complete, searched or bool(probes))
+    result.standings = [_standing(name, result) for name in settings["optimizers"]]
+    # AdamW stands first, so that the others can be compared with its steps to its own final loss
+    adamw = result.standings[0]
+    for s in result.standings:
+        if s.best_lr is not None and adamw.best_lr is not None:
+            _compare_(s, adamw, result)
+            if result.searched and s is not adamw and s.final <= adamw.final:
+                _search_(s, adamw, settings["steps"])
+    return result
 
 
-def _standing(name: str, runs: Sequence[Run], lrs: tuple[float, ...], seeds: int) -> Standing:
+def _standing(name: str, result: Result) -> Standing:
+    runs, seeds = result.runs_of(name), result.settings["seeds"]
+    lrs = sorted({run.lr for run in runs})
     diverged = sum(run.status == "diverged" for run in runs)
     failure = next((run.message for run in runs if run.status == "failed"), "")
-    # an interrupted race may lack seeds; means over different seeds must not be compared
-    complete = [lr for lr in lrs if sum(run.lr == lr for run in runs) == seeds]
-    lr = best_lr(sweep([run for run in runs if run.lr in complete]))
-    if lr is None or failure:
+    finals = mean_finals(runs, "lr", seeds)
+    lr = min(
+        (lr for lr in finals if math.isfinite(finals[lr])), key=finals.__getitem__, default=None
+    )
+    if lr is None:
         return Standing(name, lrs, diverged=diverged, failure=failure)
-    best = [run for run in runs if run.lr == lr]
-    finals = [run.final for run in best]
+    best = result.runs_of(name, lr)
     # a step costs the same at every learning rate, and other work on the machine only adds to it:
     # the least of all runs is nearest the truth
     timed = [run for run in runs if run.status == "finished"]
+    probes = [run for run in result.probes if (run.optimizer, run.lr) == (name, lr)]
     return Standing(
         name,
         lrs,
         best_lr=lr,
         edge=lr in (min(lrs), max(lrs)),
-        final=statistics.fmean(finals),
-        spread=statistics.stdev(finals) if len(finals) > 1 else None,
+        final=finals[lr],
+        spread=statistics.stdev(run.final for run in best) if seeds > 1 else None,
         best=min(mean_curve(best)[1]),
         model_seconds=min(run.model_seconds for run in timed),
         optimizer_seconds=min(run.optimizer_seconds for run in timed),
         optimizer_bytes=best[0].optimizer_bytes,
         diverged=diverged,
+        failure=failure,
+        schedules=mean_finals(probes, "schedule", seeds),
     )
 
 
-def lengths(steps: int) -> list[int]:
-    """The schedules that may be tried, up to the race's own; every length below 20 steps."""
-    return sorted({max(1, round(i * steps / PARTS)) for i in range(1, PARTS + 1)})
+def _compare_(s: Standing, adamw: Standing, result: Result) -> None:
+    """Set the steps and seconds to AdamW's final loss."""
+    curve = mean_curve(result.runs_of(s.optimizer, s.best_lr))
+    steps = s.steps_to_reach = first_crossing(*curve, adamw.final)
+    if steps is not None:
+        s.seconds_to_reach = steps * s.step_seconds
+    # an untrained model may be there already, at step 0
+    if steps and s.seconds_to_reach and adamw.steps_to_reach:
+        s.fewer_steps = adamw.steps_to_reach / steps
+        s.less_time = adamw.steps_to_reach * adamw.step_seconds / s.seconds_to_reach
 
 
-def bisect(candidates: Sequence[int], reached: Mapping[int, bool]) -> tuple[int, int | None]:
-    """The shortest length known to reach, and the one to try next: None once the search is over.
-
-    candidates: rising, the last known to reach.
-    """
+def _search_(s: Standing, adamw: Standing, steps: int) -> None:
+    """Set the lengths still to be tried or, if there are none, the shortest that reaches."""
+    reached = min([steps, *(n for n, loss in s.schedules.items() if loss <= adamw.final)])
     # a longer schedule is assumed to end lower: no length below one that missed is tried
-    missed, hit = -1, len(candidates) - 1
-    while hit - missed > 1:
-        middle = (missed + hit) // 2
-        if candidates[middle] not in reached:
-            return candidates[hit], candidates[middle]
-        missed, hit = (missed, middle) if reached[candidates[middle]] else (middle, hit)
-    return candidates[hit], None
-
-
-def schedule_losses(standing: Standing, probes: Iterable[Run], seeds: int) -> dict[int, float]:
-    """Length → mean final loss at the optimizer's best learning rate, where all seeds are there."""
-    # infinite where one diverged; a failed run, which will be tried again, leaves it open
-    by_length: dict[int, list[Run]] = {}
-    for run in probes:
-        at_best = (run.optimizer, run.lr) == (standing.optimizer, standing.best_lr)
-        if at_best and run.schedule is not None and run.status != "failed":
-            by_length.setdefault(run.schedule, []).append(run)
-    return {n: mean_final(runs) for n, runs in sorted(by_length.items()) if len(runs) == seeds}
-
-
-def searches(
-    standings: Sequence[Standing], probes: Sequence[Run], steps: int, seeds: int
-) -> dict[str, tuple[int, int | None]]:
-    """Optimizer → (shortest so far, next length), of those that reach AdamW's loss in the race."""
-    target = goal(standings)
-    states = {}
-    for s in standings:
-        if target is not None and s.optimizer != YARDSTICK and s.final <= target:
-            losses = schedule_losses(s, probes, seeds)
-            reached = {length: loss <= target for length, loss in losses.items()}
-            states[s.optimizer] = bisect(lengths(steps), reached)
-    return states
-
-
-def with_shortest(
-    standings: Sequence[Standing], probes: Sequence[Run], steps: int, seeds: int
-) -> tuple[Standing, ...]:
-    """The standings, with the shortest schedules of the searches that are over."""
-    # times are those of the race, in which optimizers took turns; those of the probes are not
-    # comparable, and a step costs the same on every schedule
-    adamw_seconds = sum(steps * s.step_seconds for s in standings if s.optimizer == YARDSTICK)
-    result = {s.optimizer: s for s in standings}
-    for name, (length, following) in searches(standings, probes, steps, seeds).items():
-        if following is None:
-            standing = result[name]
-            seconds = length * standing.step_seconds
-            time_share = seconds / adamw_seconds if adamw_seconds else None
-            final = schedule_losses(standing, probes, seeds).get(length, standing.final)
-            shortest = Shortest(length, length / steps, seconds, time_share, final)
-            result[name] = replace(standing, shortest=shortest)
-    return tuple(result.values())
+    missed = max((n for n, loss in s.schedules.items() if loss > adamw.final), default=0)
+    lengths = {max(1, round(i * steps / PARTS)) for i in range(1, PARTS)}
+    s.untried = sorted(n for n in lengths if missed < n < reached)
+    if not s.untried:
+        # times are those of the race, in which optimizers took turns; those of the probes are not
+        # comparable, and a step costs the same on every schedule
+        seconds = reached * s.step_seconds
+        time_share = seconds / (steps * adamw.step_seconds)
+        s.shortest = Shortest(reached, reached / steps, seconds, time_share)

@@ -22,7 +22,7 @@ EVALUATIONS = 25
 FAR_ABOVE = 10.0  # times the evaluation loss at the start: no run comes back from there
 UNTIMED = 3  # first steps, which pay for allocation and warm-up
 
-OnStep = Callable[[int, float], None]  # told the step and its training loss
+OnStep = Callable[[int, float], None]  # told every step but the last, and its training loss
 
 
 class Failed(Exception):
@@ -44,44 +44,30 @@ def train(
     on_step: OnStep = lambda step, loss: None,
 ) -> Run:
     """Train once. Weights and batches depend on the seed only, never on the optimizer."""
-    evaluations: dict[int, float] = {}  # step → loss
-    records: list[tuple[float, float, float]] = []  # loss, seconds of model and optimizer
-    status, message, sample, state_bytes = "finished", "", "", 0
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = task.model()
         order = batch_order(len(task.train), task.batch_size, steps, seed)
         weights, batches = digest(model.state_dict().values()), digest([order])
+        run = Run(entrant.spec, lr, seed, weights=weights, batches=batches)
         try:
             optimizer = _guarded(entrant.build, model, lr)
-            if not isinstance(optimizer, Optimizer):
-                raise Failed(f"built a {type(optimizer).__name__}, not a torch.optim.Optimizer")
             torch.manual_seed(seed)  # what building the optimizer drew must not shift dropout
-            for record in _steps(task, model, optimizer, order, evaluations):
-                records.append(record)
-                on_step(len(records), record[0])
-            state_bytes = optimizer_bytes(optimizer)
+            _train_(run, task, model, optimizer, order, on_step)
+            run.optimizer_bytes = optimizer_bytes(optimizer)
             if task.sample is not None and seed == 0:
-                sample = task.sample(model.eval())
+                run.sample = task.sample(model.eval())
         except FloatingPointError as error:
-            status, message = "diverged", str(error)
+            run.status, run.message = "diverged", str(error)
         except Failed as error:
-            status, message = "failed", str(error)
-    losses, *seconds = zip(*records, strict=True) if records else ((), (), ())
-    model_seconds, optimizer_seconds = (part[UNTIMED:] or part or (0.0,) for part in seconds)
-    # some steps of an optimizer do what the others are spared: its median would hide them
-    times = (statistics.median(model_seconds), statistics.mean(optimizer_seconds))
-    curve = (tuple(evaluations), tuple(evaluations.values()), losses)
-    digests = (weights, batches)
-    return Run(
-        entrant.spec, lr, seed, status, message, *curve, *times, state_bytes, *digests, sample
-    )
+            run.status, run.message = "failed", str(error)
+    return run
 
 
-def _steps(
-    task: Task, model: nn.Module, optimizer: Optimizer, order: Tensor, evaluations: dict[int, float]
-) -> Iterator[tuple[float, float, float]]:
-    """The loss of every step, and the seconds of the model and of the optimizer."""
+def _train_(
+    run: Run, task: Task, model: nn.Module, optimizer: Optimizer, order: Tensor, on_step: OnStep
+) -> None:
+    """Train on these batches, recording losses and times in the run."""
     on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
 
     def now() -> float:
@@ -90,40 +76,46 @@ def _steps(
         return time.perf_counter()
 
     evaluated = evaluation_steps(len(order))
+    model_seconds, optimizer_seconds = [], []
     schedule = _guarded(LambdaLR, optimizer, lambda step: warmup_cosine(step, len(order)))
-    _evaluate(task, model, 0, evaluations)
+    _evaluate(run, task, model, 0)
     for step, indices in enumerate(order, start=1):
         model.train()
+        # optimizers that average iterates evaluate at other weights than they train
+        _guarded(getattr(optimizer, "train", lambda: None))
         batch = task.train.batch(indices)
         optimizer.zero_grad()
         start = now()
         loss = task.losses(model, batch).mean()
         loss.backward()
-        between = now()
-        value = loss.item()
-        if not math.isfinite(value):
+        if not math.isfinite(value := loss.item()):
             raise FloatingPointError(f"training loss became {value} at step {step}")
-        ready = now()
+        between = now()
         _guarded(optimizer.step)
-        end = now()
+        model_seconds.append(between - start)
+        optimizer_seconds.append(now() - between)
         _guarded(schedule.step)
-        yield value, between - start, end - ready
+        run.train_losses.append(value)
         if step in evaluated:
-            # optimizers that average iterates evaluate at other weights than they train
             _guarded(getattr(optimizer, "eval", lambda: None))
-            _evaluate(task, model, step, evaluations)
-            if step < len(order):
-                _guarded(getattr(optimizer, "train", lambda: None))
+            _evaluate(run, task, model, step)
+        if step < len(order):
+            on_step(step, value)
+    run.model_seconds = statistics.median(model_seconds[UNTIMED:] or model_seconds)
+    # some steps of an optimizer do what the others are spared: its median would hide them
+    run.optimizer_seconds = statistics.mean(optimizer_seconds[UNTIMED:] or optimizer_seconds)
 
 
-def _evaluate(task: Task, model: nn.Module, step: int, evaluations: dict[int, float]) -> None:
+def _evaluate(run: Run, task: Task, model: nn.Module, step: int) -> None:
     loss = evaluation_loss(model, task)
     if not math.isfinite(loss):
         raise FloatingPointError(f"evaluation loss became {loss} at step {step}")
-    evaluations[step] = loss
-    if loss - evaluations[0] > FAR_ABOVE * abs(evaluations[0]):
-        rose = f"evaluation loss rose from {evaluations[0]:.4g} to {loss:.4g} by step {step}"
-        raise FloatingPointError(rose)
+    run.eval_steps.append(step)
+    run.eval_losses.append(loss)
+    first = run.eval_losses[0]
+    if loss - first > FAR_ABOVE * abs(first):
+        rise = f"from {first:.4g} to {loss:.4g} by step {step}"
+        raise FloatingPointError(f"evaluation loss rose {rise}")
 
 
 def _guarded(function: Callable[..., Any], *arguments: Any) -> Any:
