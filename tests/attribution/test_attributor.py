@@ -78,7 +78,7 @@ def test_cosines_of_examples_with_themselves_are_one(store: bool, tmp_path: Path
 
 
 def test_cosines_of_a_plain_store_are_refused(tmp_path: Path) -> None:
-    a = finished(tmp_path, whiten=False)
+    a = finished(tmp_path, "ekfac")
     with pytest.raises(ValueError, match=r"unit scores of a store need whitened rows"):
         a.score(asked(a), unit=True)
 
@@ -228,12 +228,13 @@ def test_the_damping_of_a_whitened_store_is_that_of_its_rows(tmp_path: Path) -> 
         a.score(asked(a), damping=0.1)
 
 
-def test_ekfac_is_stored_plain_and_whitening_it_is_refused(tmp_path: Path) -> None:
-    a = attributor(tmp_path).fit("ekfac")
-    with pytest.raises(ValueError, match="needs curvature of two sides"):
-        a.build(whiten=True)
-    assert a.folder.stage("build") is None
-    assert a.build(dim=4).folder.stage("build")["whiten"] is False  # type: ignore[index]
+@pytest.mark.parametrize(("method", "whitened"), [("kfac", True), ("ekfac", False)])
+def test_rows_are_whitened_by_curvature_of_two_sides(
+    method: str, whitened: bool, tmp_path: Path
+) -> None:
+    stage = finished(tmp_path, method).folder.stage("build")
+    assert stage is not None
+    assert stage["whiten"] is whitened
 
 
 def test_without_curvature_gradients_themselves_are_compared(tmp_path: Path) -> None:
@@ -393,7 +394,7 @@ def test_many_queries_choose_a_store_and_few_do_not(tmp_path: Path) -> None:
     use, why = a.choose(few)
     assert not use
     assert why == "5 queries need 1 pass over the data, and a store pays above 4 passes"
-    a.budget.limit = a.memory_plan().peak + 1  # one query at a time
+    a = attributor(tmp_path, memory=a.memory_plan().peak + 1)  # one query at a time
     use, why = a.choose(few)
     assert use
     assert why == "5 queries need 5 passes over the data without one, more than 4"

@@ -118,7 +118,7 @@ def test_the_memory_plan_counts_a_heads_gradients_and_not_a_square(tmp_path: Pat
     rows = [(torch.randn(4), number) for number in range(5)]
     loss = losses.CrossEntropy()
     a = Attributor(tmp_path, model, rows, loss=loss, head="lowrank", memory=2**27)
-    assert a.memory_plan("kfac").statistics < 2**22  # 20,000² would take 1.6 GB
+    assert a.memory_plan("kfac").parts["statistics"] < 2**22  # 20,000² would take 1.6 GB
     a.fit().score(rows[:1])
 
 

@@ -6,12 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from isokron.attribution.score import (
-    SquaredLengths,
-    exact_scores,
-    gradient_passes,
-    query_gradients,
-)
+from isokron.attribution.score import exact_scores, query_gradients
 from isokron.curvature import Curvature, find_layers, fit
 from isokron.curvature.layers import Selection
 from isokron.curvature.losses import CrossEntropy
@@ -116,17 +111,16 @@ def test_scores_are_those_of_brute_force(name: str, method: str, dense: bool) ->
     layers = selected(model).layers
     inverse = fitted(name, method).damped_inverse(0.1)
     queries = query_gradients(model, batches(examples, 1), LOSS, layers, inverse, dense=dense)
-    scores, losses = exact_scores(model, batches(examples), LOSS, layers, queries)
+    scores, losses, squares = exact_scores(
+        model, batches(examples), LOSS, layers, queries, squares=True
+    )
     right = brute_force(name, method, 0.1)
     assert off(scores, right) < 5e-6
-    layered, _ = exact_scores(model, batches(examples), LOSS, layers, queries, by_layer=True)
+    assert off(squares, right.diagonal()) < 5e-6
+    layered = exact_scores(model, batches(examples), LOSS, layers, queries, by_layer=True).scores
     assert off(layered.sum(1), right) < 5e-6
     terms, weights = LOSS(model, batches(examples, 14)[0])
     assert torch.allclose(losses, (terms * weights).reshape(14, -1).sum(1))
-    squares = SquaredLengths(inverse)
-    passes = gradient_passes(model, batches(examples), LOSS, layers)
-    passes.over(squares.take, lambda: squares.after(passes.losses))
-    assert off(squares.total(), right.diagonal()) < 5e-6
 
 
 def test_scores_of_positions_add_up() -> None:
@@ -134,8 +128,8 @@ def test_scores_of_positions_add_up() -> None:
     layers = selected(model).layers
     inverse = fitted("words", "kfac").damped_inverse(0.1)
     queries = query_gradients(model, batches(examples, 1)[:3], LOSS, layers, inverse)
-    tokens, _ = exact_scores(model, batches(examples, 14), LOSS, layers, queries, tokens=True)
-    scores, _ = exact_scores(model, batches(examples), LOSS, layers, queries)
+    tokens = exact_scores(model, batches(examples, 14), LOSS, layers, queries, tokens=True).scores
+    scores = exact_scores(model, batches(examples), LOSS, layers, queries).scores
     assert tokens.shape == (3, 14, 5)
     assert off(tokens.sum(2), scores) < 1e-5
 
@@ -155,9 +149,9 @@ def test_queries_of_one_group_add_up() -> None:
     layers = selected(model).layers
     alone = query_gradients(model, batches(examples, 1)[:3], LOSS, layers, None)
     group = query_gradients(model, batches(examples, 1)[:3], LOSS, layers, None, [0, 0, 0])
-    one, _ = exact_scores(model, batches(examples), LOSS, layers, group)
-    each, _ = exact_scores(model, batches(examples), LOSS, layers, alone)
-    assert off(one[0], each.sum(0)) < 1e-5
+    together = exact_scores(model, batches(examples), LOSS, layers, group).scores
+    apart = exact_scores(model, batches(examples), LOSS, layers, alone).scores
+    assert off(together[0], apart.sum(0)) < 1e-5
 
 
 def test_weights_of_terms_multiply_gradients_linearly() -> None:
@@ -172,7 +166,7 @@ def test_weights_of_terms_multiply_gradients_linearly() -> None:
 
     layers = selected(model).layers
     queries = query_gradients(model, [batch], weighted, layers, None)
-    scores, losses = exact_scores(model, [batch], weighted, layers, queries)
+    scores, losses, _ = exact_scores(model, [batch], weighted, layers, queries)
     terms, weights = weighted(model, batch)
     grads = []
     for k in range(2):

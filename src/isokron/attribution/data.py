@@ -16,8 +16,8 @@ from isokron.tasks import Examples, Shown, Task
 from isokron.training import Progress, silent
 
 NUMBERS = 2048  # tokens, or other numbers, that go through the model in one batch
-BATCH = 8  # examples of a batch whose size is not known
-IMAGE_CHANNELS = (1, 3)
+DEFAULT_BATCH = 8  # examples, where their size is not known
+LABELS = ("label", "labels", 1)  # fields of an example that hold its class
 
 
 class Data:
@@ -82,7 +82,9 @@ class Data:
         order = list(range(len(self)) if numbers is None else numbers)
         lengths = self.lengths
         if lengths is None:
-            size = self.size or self._default_size()
+            size = self.size or DEFAULT_BATCH
+            if self.size is None and isinstance(self.source, Examples):
+                size = max(1, self.tokens // max(1, self.source.tensors[0][0].numel()))
             return [order[first : first + size] for first in range(0, len(order), size)]
         order.sort(key=lambda number: (lengths[number], number))
         batches: list[list[int]] = []
@@ -107,16 +109,11 @@ class Data:
         """A hash of the names, and of all examples as they are read."""
         total = hashlib.sha256("\0".join(self.ids).encode())
         if isinstance(self.source, Examples):
-            _update(total, self.source.tensors)
+            update_hash(total, self.source.tensors)
         else:
             for number in range(len(self)):
-                _update(total, self.source[number])
+                update_hash(total, self.source[number])
         return total.hexdigest()[:16]
-
-    def _default_size(self) -> int:
-        if not isinstance(self.source, Examples):
-            return BATCH
-        return max(1, min(len(self), self.tokens // max(1, self.source.tensors[0][0].numel())))
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,8 +132,9 @@ class Subject:
         """Training examples on the model's device."""
         return to_device(self.data.batch(numbers), self.device)
 
-    def batches(self, numbers: list[list[int]], stage: str | None = None) -> "Batches":
-        return Batches(self, numbers, stage)
+    def batches(self, plan: list[list[int]], stage: str | None = None) -> "Batches":
+        """The batches of a plan; a stage shows its progress."""
+        return Batches(self, plan, stage)
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,46 +218,28 @@ def first_tensor(batch: Any) -> Tensor:
     )
 
 
-def rows_of(batch: Any) -> int:
-    """Examples of a batch."""
+def show_batch(batch: Any) -> list[Shown]:
+    """The text, image and label of every example, for data without a `show` function."""
     first = first_tensor(batch)
-    return len(first) if first.ndim else 1
-
-
-def size_of(batch: Any) -> int:
-    """Numbers, such as tokens, of a batch."""
-    return max(1, first_tensor(batch).numel())
-
-
-def device_of(model: nn.Module) -> torch.device:
-    return next((param.device for param in model.parameters()), torch.device("cpu"))
-
-
-def show_batch(batch: Any, names: Sequence[str]) -> list[Shown]:
-    """What can be shown of examples without a `show` of the user's: text, image and label."""
-    fields = dict(batch) if isinstance(batch, Mapping) else dict(enumerate(_listed(batch)))
+    rows = len(first) if first.ndim else 1
+    fields = batch if isinstance(batch, Mapping | tuple | list) else (batch,)
+    columns = {
+        key: value
+        for key, value in (fields.items() if isinstance(fields, Mapping) else enumerate(fields))
+        if isinstance(value, Tensor | tuple | list) and len(value) == rows
+    }
     shown = []
-    for row, name in enumerate(names):
-        values = {key: _row(value, row, len(names)) for key, value in fields.items()}
+    for row in range(rows):
+        values = {key: column[row] for key, column in columns.items()}
         texts = [value for value in values.values() if isinstance(value, str)]
         images = [image for value in values.values() if (image := _image(value)) is not None]
-        labels = [v for key, v in values.items() if key in ("label", "labels", 1) and _number(v)]
-        label = str(int(labels[0])) if labels else ""
-        image = images[0] if images else None
-        shown.append(Shown(tokens=tuple(texts[:1]), image=image, label=label, title=name))
+        labels = [str(int(v)) for k, v in values.items() if k in LABELS and _is_integer(v)]
+        label, image = next(iter(labels), ""), next(iter(images), None)
+        shown.append(Shown(tokens=tuple(texts[:1]), image=image, label=label))
     return shown
 
 
-def _listed(batch: Any) -> Sequence[Any]:
-    return batch if isinstance(batch, tuple | list) else (batch,)
-
-
-def _row(value: Any, row: int, rows: int) -> Any:
-    listed = isinstance(value, Tensor | tuple | list) and len(value) == rows
-    return value[row] if listed else None
-
-
-def _number(value: Any) -> bool:
+def _is_integer(value: Any) -> bool:
     return isinstance(value, int) or (
         isinstance(value, Tensor) and value.ndim == 0 and not value.is_floating_point()
     )
@@ -269,7 +249,7 @@ def _image(value: Any) -> Tensor | None:
     """uint8 [h, w] or [h, w, 3] of a floating image, scaled to its own range."""
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return None
-    if value.ndim == 3 and value.size(0) in IMAGE_CHANNELS:
+    if value.ndim == 3 and value.size(0) in (1, 3):
         value = value[0] if value.size(0) == 1 else value.movedim(0, -1)
     if value.ndim != 2 and not (value.ndim == 3 and value.size(-1) == 3):
         return None
@@ -278,8 +258,8 @@ def _image(value: Any) -> Tensor | None:
     return ((value - low) / (high - low).clamp_min(1e-12) * 255).round().to(torch.uint8)
 
 
-def _update(total: Any, value: Any) -> None:
-    """Add one value of an example to a hash: its type, shape and bytes."""
+def update_hash(total: Any, value: Any) -> None:
+    """Add a batch, or a value of an example, to a hash: types, shapes and bytes."""
     if isinstance(value, Tensor):
         total.update(f"{value.dtype} {tuple(value.shape)} ".encode())
         flat = value.detach().cpu().contiguous().flatten()
@@ -287,11 +267,11 @@ def _update(total: Any, value: Any) -> None:
     elif isinstance(value, Mapping):
         for key in value:
             total.update(f"{key}=".encode())
-            _update(total, value[key])
+            update_hash(total, value[key])
     elif isinstance(value, tuple | list):
         total.update(f"{len(value)}:".encode())
         for part in value:
-            _update(total, part)
+            update_hash(total, part)
     elif hasattr(value, "tobytes"):  # an array or an image
         total.update(f"{type(value).__name__} {getattr(value, 'shape', '')} ".encode())
         total.update(value.tobytes())

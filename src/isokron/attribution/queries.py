@@ -106,12 +106,10 @@ def _prompt(task: Task, model: nn.Module, prompt: str, completion: str | None) -
             "language model; ask with --query"
         )
     batch, shown = task.prompt(model, prompt, completion)
-    words = (
-        ("--prompt", prompt)
-        if completion is None
-        else ("--prompt", prompt, "--completion", completion)
-    )
-    return Query(batch, (shown,), prompt if completion is None else prompt + completion, words)
+    words: tuple[str, ...] = ("--prompt", prompt)
+    if completion is not None:
+        words += ("--completion", completion)
+    return Query(batch, (shown,), prompt + (completion or ""), words)
 
 
 def _file(task: Task, model: nn.Module, path: str) -> list[Query]:
@@ -124,9 +122,7 @@ def _file(task: Task, model: nn.Module, path: str) -> list[Query]:
 
 
 def as_queries(
-    queries: Any,
-    collate: Callable[[list[Any]], Any],
-    show: Callable[[Any], list[Shown]] | None,
+    queries: Any, collate: Callable[[list[Any]], Any], show: Callable[[Any], list[Shown]]
 ) -> list[Query]:
     """What `Attributor.score` takes: `Query` values, or examples like those of the training set.
 
@@ -135,8 +131,7 @@ def as_queries(
     if isinstance(queries, Query):
         return [queries]
     if isinstance(queries, Examples):
-        numbers = range(len(queries))
-        batches = [queries.batch(torch.tensor([number])) for number in numbers]
+        batches: list[Any] = [queries.batch(torch.tensor([n])) for n in range(len(queries))]
     else:
         source = getattr(queries, "dataset", queries)
         if not hasattr(source, "__getitem__") or not hasattr(source, "__len__"):
@@ -150,9 +145,4 @@ def as_queries(
         batches = [collate([item]) for item in items]
     if not batches:
         raise ValueError("queries must hold at least one example, got none")
-    names = [f"query {number}" for number in range(len(batches))]
-    shown = [
-        tuple(show(batch)) if show is not None else (Shown(title=name),)
-        for batch, name in zip(batches, names, strict=True)
-    ]
-    return [Query(*fields) for fields in zip(batches, shown, names, strict=True)]
+    return [Query(batch, tuple(show(batch)), f"query {n}") for n, batch in enumerate(batches)]
