@@ -9,7 +9,7 @@ from torch import Tensor
 
 from isokron.attribution.data import Subject, to_device
 from isokron.attribution.queries import Query
-from isokron.attribution.score import PassScores, QueryGradients, exact_scores, query_gradients
+from isokron.attribution.score import QueryGradients, exact_scores, query_gradients
 from isokron.curvature import Curvature
 from isokron.distributed.team import share, side_by_side, together
 
@@ -38,7 +38,8 @@ class ExactScorer:
         """H⁻¹∇ of every query; with `mean`, of the sum of all."""
         groups = [0] * len(queries) if mean else None
         names = [query.name for query in queries]
-        return self._gradients(self._on_device(queries), damping, groups, names=names)
+        batches = self._batches_of(queries)
+        return query_gradients(self.subject, batches, self.inverse(damping), groups, names=names)
 
     def scores(
         self,
@@ -60,8 +61,8 @@ class ExactScorer:
             asked = queries[first : first + step]
             gradients = self.gradients(asked, damping, mean)
             with together(ranks, "scoring examples"):
-                scores, losses, squares = self._pass(
-                    batches, gradients, by_layer=by_layer, squares=unit
+                scores, losses, squares = exact_scores(
+                    self.subject, batches, gradients, by_layer=by_layer, squares=unit
                 )
             parts.append(scores / len(queries) if mean else scores)
             if unit:
@@ -80,9 +81,10 @@ class ExactScorer:
         """⟨∇, H⁻¹∇⟩ of every training example: [N]"""
         ranks, plan = self.subject.ranks, self.subject.data.plan()
         with together(ranks, "scoring examples"):
-            no_queries = self._gradients([], damping)
-            squares = self._pass(self._share(plan, "score"), no_queries, squares=True).squares
-        return side_by_side(ranks, squares).cpu()[positions(plan, None)]
+            no_queries = self.gradients([], damping)
+            batches = self._share(plan, "score")
+            result = exact_scores(self.subject, batches, no_queries, squares=True)
+        return side_by_side(ranks, result.squares).cpu()[positions(plan, None)]
 
     def example_tokens(
         self, numbers: Sequence[int], gradients: QueryGradients
@@ -91,7 +93,8 @@ class ExactScorer:
         tokens: dict[int, list[float]] = {}
         squares: dict[int, float] = {}
         for batch in self.subject.data.plan(numbers):
-            result = self._pass([self.subject.batch(batch)], gradients, tokens=True, squares=True)
+            examples = [self.subject.batch(batch)]
+            result = exact_scores(self.subject, examples, gradients, tokens=True, squares=True)
             tokens |= dict(zip(batch, result.scores[0].tolist(), strict=True))
             squares |= dict(zip(batch, result.squares.clamp_min(0).tolist(), strict=True))
         return tokens, squares
@@ -99,35 +102,20 @@ class ExactScorer:
     def query_tokens(self, query: Query, numbers: Sequence[int], damping: float) -> list[float]:
         """How much of the influence of some examples falls on each position of a query."""
         batches = [self.subject.batch(batch) for batch in self.subject.data.plan(numbers)]
-        examples = self._gradients(batches, damping, [0] * len(batches))
-        scores = self._pass(self._on_device([query]), examples, tokens=True).scores
-        values: list[float] = scores[0].sum(0).tolist()
+        groups = [0] * len(batches)
+        examples = query_gradients(self.subject, batches, self.inverse(damping), groups)
+        result = exact_scores(self.subject, self._batches_of([query]), examples, tokens=True)
+        values: list[float] = result.scores[0].sum(0).tolist()
         return values
 
     def _norms(self, queries: Sequence[Query], gradients: QueryGradients, mean: bool) -> Tensor:
         """√⟨∇_q, H⁻¹∇_q⟩ of every query, or of their mean: [Q]"""
         if not mean:
             return torch.tensor(gradients.squares, device=self.subject.device).clamp_min(0).sqrt()
-        scores = self._pass(self._on_device(queries), gradients).scores
+        scores = exact_scores(self.subject, self._batches_of(queries), gradients).scores
         return (scores.sum() / len(queries) ** 2).clamp_min(0).sqrt()[None]
 
-    def _gradients(
-        self,
-        batches: Sequence[Any],
-        damping: float,
-        groups: Sequence[int] | None = None,
-        names: Sequence[str] = (),
-    ) -> QueryGradients:
-        s, inverse = self.subject, self.inverse(damping)
-        return query_gradients(s.model, batches, s.loss, s.layers, inverse, groups, names=names)
-
-    def _pass(
-        self, batches: Iterable[Any], gradients: QueryGradients, **options: bool
-    ) -> PassScores:
-        s = self.subject
-        return exact_scores(s.model, batches, s.loss, s.layers, gradients, **options)
-
-    def _on_device(self, queries: Sequence[Query]) -> list[Any]:
+    def _batches_of(self, queries: Sequence[Query]) -> list[Any]:
         return [to_device(query.batch, self.subject.device) for query in queries]
 
     def _share(self, plan: list[list[int]], stage: str | None) -> Iterable[Any]:

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from isokron.attribution.data import Subject
 from isokron.curvature import Curvature
 from isokron.curvature.backward import Passes
 from isokron.curvature.layers import Layer
-from isokron.curvature.losses import Likelihood, Loss
 from isokron.curvature.statistics import Uses
 from isokron.operators import Diagonal, Kron
 
@@ -231,18 +231,16 @@ class QueryGradients:
     ⟨∇, H⁻¹∇⟩ of each, without groups.
     """
 
-    layers: dict[str, LayerQueries]
-    count: int = 0
+    count: int
+    layers: dict[str, LayerQueries] = field(default_factory=dict)
     squares: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     token_losses: list[list[float]] = field(default_factory=list)
 
 
 def query_gradients(
-    model: nn.Module,
+    subject: Subject,
     batches: Sequence[Any],
-    loss: Loss | Likelihood,
-    layers: list[Layer],
     inverse: Curvature | None,
     groups: Sequence[int] | None = None,
     dense: bool = False,
@@ -254,20 +252,19 @@ def query_gradients(
     computed. dense: matrices only. names: of the queries, for the error if one has no loss.
     """
     owners = range(len(batches)) if groups is None else groups
-    device = next(model.parameters()).device
-    operators = {x.name: None if inverse is None else inverse[x.name] for x in layers}
-    result = QueryGradients(
-        {x.name: LayerQueries(x, operators[x.name], dense, device) for x in layers},
-        count=max(owners, default=-1) + 1,
-    )
+    result = QueryGradients(count=max(owners, default=-1) + 1)
+    for layer in subject.layers:
+        operator = None if inverse is None else inverse[layer.name]
+        result.layers[layer.name] = LayerQueries(layer, operator, dense, subject.device)
     squares: list[Tensor] = []
 
     def fold(layer: Layer, uses: Uses) -> None:
-        result.layers[layer.name].add(owners[len(result.losses)], uses)
+        queries = result.layers[layer.name]
+        queries.add(owners[len(result.losses)], uses)
         if groups is None:  # all rows of a batch count together, as if they were positions of one
             inputs, grads = (x.flatten(1, 2)[:, None] for x in (uses.inputs, uses.grads))
             joined = replace(uses, inputs=inputs, grads=grads)
-            squares.append(squared_length(layer, joined, operators[layer.name]).sum())
+            squares.append(squared_length(layer, joined, queries.inverse).sum())
 
     def after() -> None:
         if names and not passes.count:
@@ -282,18 +279,17 @@ def query_gradients(
         alone = by_token is not None and len(by_token) == 1
         result.token_losses.append(by_token[0].tolist() if alone and by_token is not None else [])
 
-    passes = gradient_passes(model, batches, loss, layers)
+    passes = gradient_passes(subject, batches)
     if batches:
         passes.over(fold, after)
-    for queries in result.layers.values():
-        queries.finish(result.count)
+    for layer_queries in result.layers.values():
+        layer_queries.finish(result.count)
     return result
 
 
-def gradient_passes(
-    model: nn.Module, batches: Iterable[Any], loss: Loss | Likelihood, layers: list[Layer]
-) -> Passes:
+def gradient_passes(subject: Subject, batches: Iterable[Any]) -> Passes:
     """Passes that show every layer's part of ∇Σ wℓ; positions need no mask, their g̃ is 0."""
+    model, loss, layers = subject.model, subject.loss, subject.layers
     return Passes(model, batches, loss, layers, masks=False, record=True, weighting="linear")
 
 
@@ -307,10 +303,8 @@ class PassScores(NamedTuple):
 
 
 def exact_scores(
-    model: nn.Module,
+    subject: Subject,
     batches: Iterable[Any],
-    loss: Loss | Likelihood,
-    layers: list[Layer],
     queries: QueryGradients,
     *,
     by_layer: bool = False,
@@ -344,7 +338,7 @@ def exact_scores(
         shape = (queries.count, len(batch_losses), 1)[: 2 + tokens]
         # of layers without a gradient, such as an expert without a token in this batch
         zeros = batch_losses.new_zeros(shape, dtype=passes.dtype)
-        products = [parts.pop(layer.name, zeros) for layer in layers]
+        products = [parts.pop(layer.name, zeros) for layer in subject.layers]
         if tokens:  # a layer of fewer positions, as after pooling, belongs to no token
             most = max(part.size(2) for part in products)
             products = [part for part in products if part.size(2) == most]
@@ -353,11 +347,11 @@ def exact_scores(
         lengths.append(sum(layer_squares, torch.zeros_like(batch_losses, dtype=passes.dtype)))
         layer_squares.clear()
 
-    passes = gradient_passes(model, batches, loss, layers)
+    passes = gradient_passes(subject, batches)
     passes.over(fold, after, check=False)
     if not scores:  # a rank without batches
-        empty = torch.zeros(0, device=next(model.parameters()).device)
-        shape = (queries.count, len(layers), 0) if by_layer else (queries.count, 0)
+        empty = torch.zeros(0, device=subject.device)
+        shape = (queries.count, len(subject.layers), 0) if by_layer else (queries.count, 0)
         return PassScores(empty.view(shape), empty, empty)
     joined = torch.cat(scores, 2 if by_layer else 1)
     return PassScores(joined, torch.cat(losses), torch.cat(lengths))
