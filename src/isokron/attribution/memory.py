@@ -87,6 +87,7 @@ class Budget:
             data.tokens //= 2
         parts["activations"] = len(data.longest()) * example
         longest = max((first_tensor(query.batch).numel() for query in queries), default=probe.size)
+        # the eigenvalues of EK-FAC are no product: its H⁻¹∇ has no rank-one terms
         query = self._query_bytes(max(1, longest) / probe.size, dense=method == "ekfac")
         # as many queries to a pass as half of what is left holds, and one at least
         block = (self.limit - sum(parts.values())) // 2 // max(1, query)
@@ -99,9 +100,13 @@ class Budget:
         for layer in self.subject.layers:
             blocks, outputs, inputs = layer.shape
             positions = int(length * self.probe.positions.get(layer.name, 0)) + 1
-            terms = positions * (outputs + (1 if layer.kind == "index" else inputs))
-            # the eigenvalues of EK-FAC are no product: its H⁻¹∇ has no rank-one terms
-            total += 4 * blocks * (outputs * inputs if dense else min(terms, outputs * inputs))
+            if layer.kind == "index":
+                size = positions * (outputs + 1)
+            elif dense:
+                size = outputs * inputs
+            else:
+                size = min(positions * (outputs + inputs), outputs * inputs)
+            total += 4 * blocks * size
         return total
 
     def _terms(self, numbers: Iterable[int]) -> int:

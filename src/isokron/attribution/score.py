@@ -22,7 +22,7 @@ from isokron.curvature import Curvature
 from isokron.curvature.backward import Passes
 from isokron.curvature.layers import Layer
 from isokron.curvature.statistics import Uses
-from isokron.operators import Diagonal, Kron
+from isokron.operators import Diagonal, Kron, KronEigen
 
 CHUNK = 2**22  # entries of per-example gradients, or of kernels, computed at a time
 SLACK = 4  # rank-one terms may become a matrix of at most 4 times their memory
@@ -54,7 +54,7 @@ class LayerQueries:
         _, outputs, inputs = self.layer.shape
         reached = uses.grads.abs().amax((0, 3)).flatten().nonzero()[:, 0]
         small = len(reached) * (outputs + inputs) <= outputs * inputs
-        if self.factored and (uses.kind == "index" or (uses.kind == "dense" and small)):
+        if uses.kind == "index" or (uses.kind == "dense" and self.factored and small):
             self.terms.append((query, *self._rank_one_terms(uses, reached)))
         else:
             total = gradient(self.layer, uses).sum(0)
@@ -63,16 +63,15 @@ class LayerQueries:
     def _rank_one_terms(self, uses: Uses, reached: Tensor) -> tuple[Tensor, Tensor]:
         """u and v of the positions that have a gradient."""
         grads = uses.grads.flatten(1, 2).index_select(1, reached)
-        output, side = (None, None) if self.inverse is None else self.inverse.factors
-        left = grads if output is None else output.apply(grads, -1)
         if uses.kind == "index":
             columns = uses.inputs.flatten()[reached]
-            if side is not None:
-                assert isinstance(side, Diagonal)
-                left = left * side.values[0][columns.clamp_min(0), None].to(left.dtype)
-            return left, columns.where(columns >= 0, -2)  # −1 marks padding and equals no token
+            # −1 marks padding, and −2 equals no token
+            return apply_to_columns(self.inverse, grads, columns), columns.where(columns >= 0, -2)
         rows = uses.written().inputs.flatten(1, 2).index_select(1, reached)
-        return left, rows if side is None else side.apply(rows, -1)
+        if self.inverse is None:
+            return grads, rows
+        output, side = self.inverse.factors
+        return output.apply(grads, -1), side.apply(rows, -1)
 
     def _add_matrix(self, query: int, matrix: Tensor) -> None:
         earlier = self.by_query.get(query)
@@ -146,9 +145,6 @@ def matrix_products(matrices: Tensor, layer: Layer, uses: Uses, tokens: bool) ->
     if uses.kind == "diagonal":
         rows = diagonal_rows(layer, uses)
         scores = torch.einsum("nsoi,qoi->qns", rows, matrices[:, 0])
-    elif uses.kind == "index":
-        columns, grads = _index_rows(uses)
-        scores = torch.stack([(grads * matrix[0].mT[columns]).sum(-1) for matrix in matrices])
     elif tokens or count * positions <= count + positions:
         # Σ_s g̃ᵀVā is less work than ∇ where there are few positions and queries
         uses = uses.written()
@@ -170,14 +166,9 @@ def _gradients_in_chunks(layer: Layer, uses: Uses) -> Iterable[Tensor]:
 
 
 def gradient(layer: Layer, uses: Uses) -> Tensor:
-    """Gradients of the examples of a batch as matrices: [N, B, o, i]"""
+    """Gradients of the examples of a batch as matrices, but for embeddings: [N, B, o, i]"""
     if uses.kind == "diagonal":
         return diagonal_rows(layer, uses).sum(1)[:, None]
-    if uses.kind == "index":
-        columns, grads = _index_rows(uses)
-        total = grads.new_zeros(len(grads), layer.shape[2], grads.size(2))
-        total.scatter_add_(1, columns[..., None].expand_as(grads), grads)
-        return total.mT[:, None]
     uses = uses.written()
     return (uses.grads.mT @ uses.inputs).movedim(0, 1)
 
@@ -186,12 +177,6 @@ def diagonal_rows(layer: Layer, uses: Uses) -> Tensor:
     """Gradients of a norm's weight and bias at every position: [N, S, o, d]"""
     parts = {"weight": uses.grads * uses.inputs, "bias": uses.grads}
     return torch.stack([parts[key][0] for key in layer.layout.params], 2)
-
-
-def _index_rows(uses: Uses) -> tuple[Tensor, Tensor]:
-    """Token numbers [N, S] and gradients [N, S, o] of an embedding, 0 for padding."""
-    columns = uses.inputs[0]
-    return columns.clamp_min(0), uses.grads[0] * (columns >= 0)[..., None]
 
 
 def squared_length(layer: Layer, uses: Uses, inverse: Any) -> Tensor:
@@ -203,24 +188,29 @@ def squared_length(layer: Layer, uses: Uses, inverse: Any) -> Tensor:
         output, side = inverse.factors
         kernel = uses.grads @ output.apply(uses.grads, -1).mT  # [B, N, S, S]
         return (kernel * (uses.inputs @ side.apply(uses.inputs, -1).mT)).sum((0, 2, 3))
-    if uses.kind == "index" and (inverse is None or isinstance(inverse, Kron)):
-        return _index_length(uses, inverse)
+    if uses.kind == "index":
+        columns, grads = uses.inputs[0], uses.grads  # [N, S], [1, N, S, o]
+        turned = apply_to_columns(inverse, grads.flatten(1, 2), columns.flatten())
+        same = (columns[:, :, None] == columns[:, None]) & (columns >= 0)[:, :, None]
+        return ((grads @ turned.view_as(grads).mT)[0] * same).sum((1, 2))
     matrices = (matrix for part in _gradients_in_chunks(layer, uses) for matrix in part)
     if inverse is None:
         return torch.stack([(matrix * matrix).sum() for matrix in matrices])
     return torch.stack([(matrix * inverse.apply(matrix)).sum() for matrix in matrices])
 
 
-def _index_length(uses: Uses, inverse: Kron | None) -> Tensor:
-    columns, grads = uses.inputs[0], uses.grads  # [N, S], [1, N, S, o]
-    turned = grads if inverse is None else inverse.factors[0].apply(grads, -1)
-    kernel = (grads @ turned.mT)[0]
-    same = (columns[:, :, None] == columns[:, None]) & (columns >= 0)[:, :, None]
-    if inverse is not None:
-        side = inverse.factors[1]
-        assert isinstance(side, Diagonal)
-        kernel = kernel * side.values[0][columns.clamp_min(0), None].to(kernel.dtype)
-    return (kernel * same).sum((1, 2))
+def apply_to_columns(inverse: Any, grads: Tensor, columns: Tensor) -> Tensor:
+    """Vectors h with H⁻¹(g eᵀ) = h eᵀ, where e is the unit vector of a token. [1, P, o], [P]"""
+    if inverse is None:
+        return grads
+    # the input side of an embedding is diagonal, so H⁻¹ acts on every column by itself
+    columns = columns.clamp_min(0)
+    if isinstance(inverse, KronEigen):
+        part: Kron | KronEigen = replace(inverse, eigenvalues=inverse.eigenvalues[..., columns])
+    else:
+        output, side = inverse.factors
+        part = Kron((output, Diagonal(side.values[:, columns])))
+    return part.apply(grads.mT).mT
 
 
 @dataclass(eq=False)
