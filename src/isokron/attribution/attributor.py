@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isokron.attribution.data import Subject, show_batch, spread, to_device, training_data
+from isokron.attribution.data import Data, Subject, show_batch, spread, to_device
 from isokron.attribution.evaluate import Noise
 from isokron.attribution.exact import ExactScorer, Scored
 from isokron.attribution.gradients import DTYPES, SPEARMAN, StoreScorer
@@ -90,8 +90,20 @@ class Attributor:
         self.task, self.source = task, dict(source or {})
         self.patterns = [layers] if isinstance(layers, str) else layers and list(layers)
         selection = find_layers(model, self.patterns, max_side=max_side, head=head)
-        self.data = training_data(train_set, task, examples, data)
-        loss, on = _loss(loss, task), next(model.parameters()).device
+        if task is not None:
+            loss = loss or (task.losses if task.logits is None else CrossEntropy(task.logits))
+            if train_set is None:
+                train_set = task.train
+                data = {"ids": task.ids, "lengths": task.lengths, **data}
+        if train_set is None:
+            raise ValueError("train_set must be a data set, got None; give one, or a task")
+        if loss is None:
+            raise ValueError(
+                "loss must be one of isokron.losses or a function (model, batch) → loss per "
+                "example, got None; give loss=isokron.losses.CrossEntropy()"
+            )
+        self.data = Data(train_set, examples=examples, **data)
+        on = next(model.parameters()).device
         two = to_device(self.data.batch(range(min(2, len(self.data)))), on)
         self.selection = probe_layers(model, two, loss, selection)
         chosen = self.selection.layers
@@ -463,14 +475,3 @@ def check_damping(damping: float) -> float:
     if not 0 <= damping < float("inf"):
         raise ValueError(f"damping must be a finite number of at least 0, got {damping!r}")
     return damping
-
-
-def _loss(loss: Loss | Likelihood | None, task: Task | None) -> Loss | Likelihood:
-    if loss is not None:
-        return loss
-    if task is None:
-        raise ValueError(
-            "loss must be one of isokron.losses or a function (model, batch) → loss per example, "
-            "got None; give loss=isokron.losses.CrossEntropy()"
-        )
-    return task.losses if task.logits is None else CrossEntropy(task.logits)

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, default_collat
 from isokron.curvature.layers import Layer
 from isokron.curvature.losses import Likelihood, Loss
 from isokron.distributed import Ranks
-from isokron.tasks import Examples, Shown, Task
+from isokron.tasks import Examples, Shown
 from isokron.training import Progress, silent
 
 NUMBERS = 2048  # tokens, or other numbers, that go through the model in one batch
@@ -31,6 +31,7 @@ class Data:
         batch_size: examples in a batch; default: the DataLoader's, or as many as hold 2,048 tokens.
         lengths: tokens of every example; batches then hold examples of similar length.
         ids: a name for every example; default: its number.
+        examples: use only so many examples, evenly spaced.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Data:
         batch_size: int | None = None,
         lengths: Sequence[int] | None = None,
         ids: Sequence[str] = (),
+        examples: int | None = None,
     ) -> None:
         if isinstance(source, DataLoader):
             collate = collate or source.collate_fn
@@ -54,19 +56,32 @@ class Data:
             )
         if batch_size is not None and batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-        self.source, self.collate = source, collate or default_collate
-        self.size, self.lengths = batch_size, lengths
-        self.tokens = NUMBERS  # of a batch at most; less where memory is short
-        if not len(source):
+        total = len(source)
+        if not total:
             raise ValueError("train_set must hold at least one example, got none")
-        if len(ids) not in (0, len(source)):
+        if len(ids) not in (0, total):
             raise ValueError(
-                f"ids must name each of the {len(source)} examples, got {len(ids)}; leave them out "
-                "and examples are numbered"
+                f"ids must name each of the {total} examples, got {len(ids)}; leave them out and "
+                "examples are numbered"
             )
         if len(set(ids)) < len(ids):
             raise ValueError("ids must differ, got some twice; leave them out to number examples")
-        self.ids = [str(name) for name in ids] or [str(number) for number in range(len(source))]
+        ids = [str(name) for name in ids or range(total)]
+        if examples is not None:
+            if not 1 <= examples <= total:
+                raise ValueError(
+                    f"examples must be from 1 to the {total} training examples, got {examples}"
+                )
+            numbers = spread(total, examples)
+            ids = [ids[number] for number in numbers]
+            lengths = lengths and [lengths[number] for number in numbers]
+            if isinstance(source, Examples):
+                source = Examples(source.batch(torch.tensor(numbers)))
+            else:
+                source = Subset(source, numbers)
+        self.source, self.collate = source, collate or default_collate
+        self.size, self.lengths, self.ids = batch_size, lengths, ids
+        self.tokens = NUMBERS  # of a batch at most; less where memory is short
 
     def __len__(self) -> int:
         return len(self.source)
@@ -161,31 +176,6 @@ class Batches:
             progress(self.stage or "", done, total)
 
 
-def training_data(
-    train_set: Any, task: Task | None, examples: int | None, options: dict[str, Any]
-) -> Data:
-    """The examples of a data set or of a task, or so many of them, evenly spaced."""
-    if train_set is None:
-        if task is None:
-            raise ValueError("train_set must be a data set, got None; give one, or a task")
-        train_set = task.train
-        options = {"ids": task.ids, "lengths": task.lengths, **options}
-    data = Data(train_set, **options)
-    if examples is None:
-        return data
-    if not 1 <= examples <= len(data):
-        raise ValueError(
-            f"examples must be from 1 to the {len(data)} training examples, got {examples}"
-        )
-    numbers = spread(len(data), examples)
-    part: Any = Subset(data.source, numbers)
-    if isinstance(data.source, Examples):
-        part = Examples(data.source.batch(torch.tensor(numbers)))
-    lengths = None if data.lengths is None else [data.lengths[n] for n in numbers]
-    ids = [data.ids[n] for n in numbers]
-    return Data(part, collate=data.collate, batch_size=data.size, lengths=lengths, ids=ids)
-
-
 def spread(total: int, count: int) -> list[int]:
     """Numbers of `count` of `total` examples, evenly spaced."""
     return [number * total // count for number in range(count)]
@@ -264,13 +254,9 @@ def update_hash(total: Any, value: Any) -> None:
         total.update(f"{value.dtype} {tuple(value.shape)} ".encode())
         flat = value.detach().cpu().contiguous().flatten()
         total.update(flat.view(torch.uint8).numpy().tobytes())
-    elif isinstance(value, Mapping):
-        for key in value:
+    elif isinstance(value, Mapping | tuple | list):
+        for key, part in value.items() if isinstance(value, Mapping) else enumerate(value):
             total.update(f"{key}=".encode())
-            update_hash(total, value[key])
-    elif isinstance(value, tuple | list):
-        total.update(f"{len(value)}:".encode())
-        for part in value:
             update_hash(total, part)
     elif hasattr(value, "tobytes"):  # an array or an image
         total.update(f"{type(value).__name__} {getattr(value, 'shape', '')} ".encode())
