@@ -397,7 +397,7 @@ def test_many_queries_choose_a_store_and_few_do_not(tmp_path: Path) -> None:
     a = attributor(tmp_path, memory=a.memory_plan().peak + 1)  # one query at a time
     use, why = a.choose(few)
     assert use
-    assert why == "5 queries need 5 passes over the data without one, more than 4"
+    assert why == "5 queries need 5 passes over the data, and a store pays above 4 passes"
     right = attributor(tmp_path).fit()
     blocks = a.score(few, store=False, save=False)
     close(blocks.as_subclass(Tensor), right.score(few, store=False, save=False).as_subclass(Tensor))

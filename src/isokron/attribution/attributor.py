@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isokron.attribution.data import Data, Subject, show_batch, spread, to_device
+from isokron.attribution.data import Data, Subject, show_example, spread, to_device
 from isokron.attribution.evaluate import Noise
 from isokron.attribution.exact import ExactScorer, Scored
 from isokron.attribution.gradients import DTYPES, SPEARMAN, StoreScorer
@@ -208,17 +208,13 @@ class Attributor:
         return self.budget.plan(method or stage["method"], queries)
 
     def choose(self, queries: Sequence[Query]) -> tuple[bool, str]:
-        """Whether a store pays for these queries, and why.
-
-        Exact scores take a pass over the data for each block of queries that fits the memory, a
-        store takes one pass and then a product for each query: it pays from 5 passes on.
-        """
+        """Whether a store pays for these queries, and why."""
+        # exact scores take a pass over the data for each block of queries that fits the memory, a
+        # store takes one pass and then a product for each query
         passes = -(-len(queries) // self.memory_plan(queries=queries).block)
         count = f"{len(queries)} queries need" if len(queries) > 1 else "1 query needs"
         takes = f"{passes} pass{'es' if passes > 1 else ''} over the data"
-        if passes <= PASSES:
-            return False, f"{count} {takes}, and a store pays above {PASSES} passes"
-        return True, f"{count} {takes} without one, more than {PASSES}"
+        return passes > PASSES, f"{count} {takes}, and a store pays above {PASSES} passes"
 
     def _store_scorer(self) -> StoreScorer:
         # embeddings and low-rank heads never enter a projection
@@ -294,11 +290,13 @@ class Attributor:
         return {"build": dict(settings), "fit": fit, "weights": self.weights}
 
     @cached_property
-    def store(self) -> Store | None:
+    def store(self) -> Store:
         """The result of `build`, checked to be of this model and these settings."""
         settings = self.folder.stage("build")
         if settings is None:
-            return None
+            raise ValueError(
+                f"{self.folder.path} has no store; build one, or score exactly (--no-store)"
+            )
         store = Store.open(self.folder.gradients)
         wanted = self._recorded(settings)
         stored = {name: store.settings.get(name) for name in wanted}
@@ -347,32 +345,20 @@ class Attributor:
         if verify and mode != "individual":
             raise ValueError(f"verify needs mode='individual', got {mode!r}; leave one of them out")
         asked = self.queries(queries)
-        stage = self.folder.stage("build")
-        use_store = stage is not None if store is None else store
-        if use_store and stage is None:
-            raise ValueError(
-                f"{self.folder.path} has no store; build one, or score exactly (--no-store)"
-            )
+        use_store = self.folder.stage("build") is not None if store is None else store
         settings: dict[str, Any] = {"mode": mode, "unit": unit, "by_layer": by_layer}
         settings |= {"damping": self._damping(damping, use_store), "store": use_store}
         settings |= {"top": top, "verify": verify}
         scored, noise = self._scored(asked, settings)
         check_finite(scored.scores, asked, self.data.ids)
         scorer = self._store_scorer() if use_store else self.exact
-
-        def compute_by_layer() -> Tensor:
-            layered = self._scored(asked, {**settings, "by_layer": True})[0].by_layer
-            assert layered is not None
-            return layered
-
         result = scored.scores.as_subclass(Scores)
         result.ids, result.noise, result.answers = self.data.ids, noise, []
         result.layers = tuple(layer.name for layer in scorer.subject.layers)
         result.why = why or ("the run has a store" if use_store else "the default")
-        result.compute_by_layer = compute_by_layer
-        result.compute_tokens = lambda: token_table(
-            self.exact, asked, scored.scores, settings["damping"]
-        )
+        layered = {**settings, "by_layer": True}
+        result.compute_by_layer = lambda: self._scored(asked, layered)[0].by_layer
+        result.compute_tokens = lambda: token_table(self.exact, asked, result, layered["damping"])
         if scored.by_layer is not None:
             result.by_layer = scored.by_layer
         if save:
@@ -388,11 +374,9 @@ class Attributor:
         options = {"mean": mean, "by_layer": settings["by_layer"], "unit": settings["unit"]}
         plan, noise = self.memory_plan(queries=queries), None
         if settings["store"]:
-            build, scorer = self.folder.stage("build"), self._store_scorer()
-            assert build is not None
-            assert self.store is not None
-            memory = self.budget.limit // 4
-            scored = scorer.scores(self.store, build, queries, memory=memory, **options)
+            store, scorer, memory = self.store, self._store_scorer(), self.budget.limit // 4
+            build = store.settings["build"]
+            scored = scorer.scores(store, build, queries, memory=memory, **options)
             if build["dim"]:
                 noise = scorer.noise(queries, scored.scores, damping, plan.block, mean)
         else:
@@ -435,7 +419,7 @@ class Attributor:
         """What a person sees of the examples of a batch."""
         if self.task is not None and self.task.show is not None:
             return self.task.show(batch)
-        return show_batch(batch)
+        return [show_example(batch)]
 
     def projected_scores(
         self,
@@ -459,7 +443,7 @@ class Attributor:
         stage = self.folder.stage("build")
         use_store = store is not False and stage is not None and stage["whiten"]
         damping = self._damping(damping, use_store)
-        if use_store and self.store is not None:
+        if use_store:
             return self._store_scorer().self_influence(self.store, self.budget.limit // 4)
         self.memory_plan().check()
         return self.exact.self_influence(damping)

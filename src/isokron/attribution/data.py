@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset, Subset, default_collate
 
 from isokron.curvature.layers import Layer
@@ -17,7 +18,6 @@ from isokron.training import Progress, silent
 
 NUMBERS = 2048  # tokens, or other numbers, that go through the model in one batch
 DEFAULT_BATCH = 8  # examples, where their size is not known
-LABELS = ("label", "labels", 1)  # fields of an example that hold its class
 
 
 class Data:
@@ -183,16 +183,8 @@ def spread(total: int, count: int) -> list[int]:
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """A batch with all its tensors on the device."""
-    if isinstance(batch, Tensor):
-        return batch.to(device)
-    if isinstance(batch, Mapping):
-        moved = {key: to_device(value, device) for key, value in batch.items()}
-        return moved if type(batch) is dict else type(batch)(moved)  # type: ignore[call-arg]
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(value, device) for value in batch))
-    if isinstance(batch, tuple | list):
-        return type(batch)(to_device(value, device) for value in batch)
-    return batch
+    # transformers' BatchEncoding is no pytree, and has a `to` of its own
+    return tree_map(lambda value: value.to(device) if hasattr(value, "to") else value, batch)
 
 
 def first_tensor(batch: Any) -> Tensor:
@@ -208,30 +200,24 @@ def first_tensor(batch: Any) -> Tensor:
     )
 
 
-def show_batch(batch: Any) -> list[Shown]:
-    """The text, image and label of every example, for data without a `show` function."""
-    first = first_tensor(batch)
-    rows = len(first) if first.ndim else 1
-    fields = batch if isinstance(batch, Mapping | tuple | list) else (batch,)
-    columns = {
-        key: value
-        for key, value in (fields.items() if isinstance(fields, Mapping) else enumerate(fields))
-        if isinstance(value, Tensor | tuple | list) and len(value) == rows
+def show_example(batch: Any) -> Shown:
+    """The text, image and label of a batch of one example, for data without a `show` function."""
+    if not isinstance(batch, Mapping):
+        batch = dict(enumerate(batch if isinstance(batch, tuple | list) else [batch]))
+    values = {
+        key: value[0]
+        for key, value in batch.items()
+        if isinstance(value, Tensor | tuple | list) and len(value) == 1
     }
-    shown = []
-    for row in range(rows):
-        values = {key: column[row] for key, column in columns.items()}
-        texts = [value for value in values.values() if isinstance(value, str)]
-        images = [image for value in values.values() if (image := _image(value)) is not None]
-        labels = [str(int(v)) for k, v in values.items() if k in LABELS and _is_integer(v)]
-        label, image = next(iter(labels), ""), next(iter(images), None)
-        shown.append(Shown(tokens=tuple(texts[:1]), image=image, label=label))
-    return shown
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) or (
-        isinstance(value, Tensor) and value.ndim == 0 and not value.is_floating_point()
+    texts = [value for value in values.values() if isinstance(value, str)]
+    images = [image for value in values.values() if (image := _image(value)) is not None]
+    # of an example (input, label) the second field
+    label = values.get("label", values.get("labels", values.get(1)))
+    label = label.item() if isinstance(label, Tensor) and label.ndim == 0 else label
+    return Shown(
+        tokens=tuple(texts[:1]),
+        image=images[0] if images else None,
+        label=str(int(label)) if isinstance(label, int) else "",
     )
 
 
@@ -241,7 +227,7 @@ def _image(value: Any) -> Tensor | None:
         return None
     if value.ndim == 3 and value.size(0) in (1, 3):
         value = value[0] if value.size(0) == 1 else value.movedim(0, -1)
-    if value.ndim != 2 and not (value.ndim == 3 and value.size(-1) == 3):
+    if value.ndim != 2 and value.shape[2:] != (3,):
         return None
     value = value.detach().cpu().float()
     low, high = value.min(), value.max()

@@ -3,18 +3,19 @@
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from isokron.attribution.data import Subject, first_tensor
 from isokron.attribution.queries import Query
+from isokron.attribution.score import gradient_passes
 from isokron.curvature.backward import unchanged
 from isokron.curvature.fit import MAX_TERMS, planned_bytes
+from isokron.curvature.layers import Layer
 from isokron.curvature.losses import Likelihood
+from isokron.curvature.statistics import Uses
 from isokron.distributed import Ranks
 
 # copies of a layer's inputs and outputs: those of the graph, and gradients or float32 copies
@@ -128,31 +129,19 @@ class Budget:
 
     @cached_property
     def probe(self) -> Probe:
-        """A forward pass of the longest training example."""
+        """One pass over the longest training example."""
         subject, positions, sizes = self.subject, dict[str, int](), [0]
-
-        def count(name: str, width: int, _module: nn.Module, _inputs: Any, output: Any) -> None:
-            first = output[0] if isinstance(output, tuple) else output
-            if isinstance(first, Tensor):
-                positions[name] = positions.get(name, 0) + max(1, first.numel() // width)
-                sizes.append(first.numel())
-
-        handles = []
-        for layer in subject.layers:
-            blocks, outputs, inputs = layer.shape
-            width = inputs if layer.kind == "diagonal" else blocks * outputs
-            hook = partial(count, layer.name, width)
-            handles.append(layer.module.register_forward_hook(hook))
         batch = subject.batch(subject.data.longest()[-1:])
-        try:
+
+        def fold(layer: Layer, uses: Uses) -> None:
+            positions[layer.name] = uses.grads.size(2)
+            sizes.append(uses.grads.numel())
+
+        gradient_passes(subject, [batch]).over(fold, check=False)
+        # a head that is left out has logits all the same
+        if isinstance(subject.loss, Likelihood):
             with unchanged(subject.model), torch.no_grad():
-                if isinstance(subject.loss, Likelihood):
-                    sizes.append(subject.loss.forward(subject.model, batch)[0].numel())
-                else:
-                    subject.loss(subject.model, batch)
-        finally:
-            for handle in handles:
-                handle.remove()
+                sizes.append(subject.loss.forward(subject.model, batch)[0].numel())
         return Probe(max(1, first_tensor(batch).numel()), positions, max(sizes))
 
 

@@ -63,29 +63,24 @@ def _examples(task: Task, part: str, numbers: str, ids: Sequence[str]) -> Iterat
             f"query {part}:{numbers}: {task.name} has no evaluation examples; ask about a text, a "
             "--prompt, or a training example such as train:0"
         )
-    for number in _numbers(part, numbers, len(examples)):
-        batch = examples.batch(torch.tensor([number]))
-        name = f"{part}:{number}"
-        title = ids[number] if part == "train" and ids else name
-        shown = Shown(title=title) if task.show is None else task.show(batch)[0]
-        yield Query(batch, (shown,), name, ("--query", name))
-
-
-def _numbers(part: str, text: str, count: int) -> Iterator[int]:
-    for piece in text.split(","):
+    for piece in numbers.split(","):
         ends = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", piece)
         if ends is None:
             raise ValueError(
-                f"query {part}:{text} must be numbers such as {part}:0 or {part}:0,3-5, got "
+                f"query {part}:{numbers} must be numbers such as {part}:0 or {part}:0,3-5, got "
                 f"{piece!r}"
             )
         first, last = int(ends[1]), int(ends[2] or ends[1])
-        if not first <= last < count:
+        if not first <= last < len(examples):
             raise ValueError(
-                f"query {part}:{piece.strip()} must lie between 0 and {count - 1}, the last of the "
-                f"task's {PARTS[part]} examples"
+                f"query {part}:{piece.strip()} must lie between 0 and {len(examples) - 1}, the "
+                f"last of the task's {PARTS[part]} examples"
             )
-        yield from range(first, last + 1)
+        for number in range(first, last + 1):
+            batch, name = examples.batch(torch.tensor([number])), f"{part}:{number}"
+            title = ids[number] if part == "train" and ids else name
+            shown = Shown(title=title) if task.show is None else task.show(batch)[0]
+            yield Query(batch, (shown,), name, ("--query", name))
 
 
 def _text(task: Task, text: str) -> Query:

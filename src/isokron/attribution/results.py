@@ -74,7 +74,7 @@ class Scores(Tensor):
     noise: Any
     why: str
     answers: list[dict[str, Any]]
-    compute_by_layer: Callable[[], Tensor]
+    compute_by_layer: Callable[[], Any]
     compute_tokens: Callable[[], list[dict[int, list[float]]]]
 
     def top(self, count: int = 10) -> list[Top]:
@@ -91,7 +91,8 @@ class Scores(Tensor):
     @cached_property
     def by_layer(self) -> Tensor:
         """Scores of every layer, [queries, layers, examples]; computed when first asked for."""
-        return self.compute_by_layer()
+        layered: Tensor = self.compute_by_layer()
+        return layered
 
     @cached_property
     def tokens(self) -> list[dict[int, list[float]]]:
@@ -113,7 +114,7 @@ def token_table(
 ) -> list[dict[int, list[float]]]:
     """For every query, token scores of its ten strongest examples of either sign."""
     table = []
-    for query, row in zip(queries, scores, strict=False):
+    for query, row in zip(queries, scores.as_subclass(Tensor), strict=False):
         proponents, opponents = top(row, 10)
         gradients = exact.gradients([query], damping)
         table.append(exact.example_tokens([*proponents, *opponents], gradients)[0])
@@ -175,22 +176,19 @@ class Explanation:
             texts = subject.ranks.gather_text(json.dumps(answers))
             answers = {int(k): v for text in texts for k, v in json.loads(text).items()}
         ordered = [answers[number] for number in sorted(answers)]
-        with in_turn(subject.ranks, "writing scores"):
-            if folder.leads:
-                self._write_files(name or default_name(self.queries, self.settings), ordered)
-        return ordered
-
-    def _write_files(self, name: str, answers: list[dict[str, Any]]) -> None:
+        name = name or default_name(self.queries, self.settings)
+        record = {**FORMAT, "name": name, **self._head(), "answers": ordered}
+        content = json.dumps(record, ensure_ascii=False, indent=1, allow_nan=False)
         tensors = {"scores": self.scores.as_subclass(Tensor).contiguous()}
         if self.settings["by_layer"]:
             tensors["by_layer"] = self.scores.by_layer.contiguous()
-        record = {**FORMAT, "name": name, **self._head(), "answers": answers}
-        content = json.dumps(record, ensure_ascii=False, indent=1, allow_nan=False)
-        folder = self.attributor.folder.scores
-        folder.mkdir(exist_ok=True)
-        # the JSON last, since readers look for it
-        write_atomically(folder / f"{name}.safetensors", [save(tensors)])
-        write_atomically(folder / f"{name}.json", [content.encode(), b"\n"])
+        with in_turn(subject.ranks, "writing scores"):
+            if folder.leads:
+                folder.scores.mkdir(exist_ok=True)
+                # the JSON last, since readers look for it
+                write_atomically(folder.scores / f"{name}.safetensors", [save(tensors)])
+                write_atomically(folder.scores / f"{name}.json", [content.encode(), b"\n"])
+        return ordered
 
     def _head(self) -> dict[str, Any]:
         """What was asked of which model, and how it was computed."""

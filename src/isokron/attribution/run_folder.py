@@ -103,7 +103,7 @@ def read_record(folder: Path) -> dict[str, Any]:
         raise FileNotFoundError(
             f"no run in {folder}: {RECORD} is missing; begin one with: isokron attribute {folder}"
         ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}; begin a new run") from None
     head = record if isinstance(record, dict) else {}
     if {name: head.get(name) for name in FORMAT} != FORMAT:
