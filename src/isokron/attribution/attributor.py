@@ -15,7 +15,7 @@ from isokron.attribution.exact import ExactScorer, Scored
 from isokron.attribution.gradients import DTYPES, SPEARMAN, StoreScorer
 from isokron.attribution.memory import Budget, MemoryPlan
 from isokron.attribution.projection import Projection
-from isokron.attribution.queries import Query, as_queries, read_queries
+from isokron.attribution.queries import Query, as_queries
 from isokron.attribution.results import Explanation, Scores, check_finite, token_table
 from isokron.attribution.run_folder import RunFolder, check_same
 from isokron.attribution.store import Store
@@ -104,6 +104,7 @@ class Attributor:
             )
         self.data = Data(train_set, examples=examples, **data)
         on = next(model.parameters()).device
+        # two examples show which layers mix them
         two = to_device(self.data.batch(range(min(2, len(self.data)))), on)
         self.selection = probe_layers(model, two, loss, selection)
         chosen = self.selection.layers
@@ -114,6 +115,7 @@ class Attributor:
         self.exact = ExactScorer(self.subject, self.inverse)
         self._inverses: dict[float, Curvature] = {}
         self.weights = digest(model.state_dict().values())
+        # another model, or other data, are refused in the same folder
         origin = {
             "given": self.source,
             "layers": self.patterns,
@@ -155,6 +157,7 @@ class Attributor:
                 f"examples to fit must be from 1 to the {len(self.data)} of the run, got {examples}"
             )
         numbers = spread(len(self.data), count)
+        # what is recorded cannot be taken back: all checks come before
         self.budget.check_head(numbers)
         self.memory_plan(method).check()
         self.folder.enter("fit", {**settings, "examples": examples, "seed": seed})
@@ -218,11 +221,8 @@ class Attributor:
 
     def _store_scorer(self) -> StoreScorer:
         # embeddings and low-rank heads never enter a projection
-        layers = [
-            layer
-            for layer in self.subject.layers
-            if layer.kind != "index" and layer.name not in self.lowrank
-        ]
+        small = [layer for layer in self.subject.layers if layer.name not in self.lowrank]
+        layers = [layer for layer in small if layer.kind != "index"]
         if not layers:
             raise ValueError(
                 "a store needs a linear, convolution or norm layer, and layers= selects none; "
@@ -257,7 +257,8 @@ class Attributor:
         """
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {tuple(DTYPES)}, got {dtype!r}")
-        Projection(dim or 16, kind, seed)  # refuses wrong values before they are recorded
+        # refuses wrong values before they are recorded
+        Projection(dim or 16, kind, seed)
         method = (self.folder.stage("fit") or {}).get("method")
         settings: dict[str, Any] = {
             "dim": dim,
@@ -387,6 +388,7 @@ class Attributor:
             scores = scores / lengths
             layered = None if layered is None else layered / lengths[:, None]
         if settings["mode"] == "nearest":
+            # the layers too are those of the query with the largest score
             best = scores.argmax(0, keepdim=True)
             scores = scores.gather(0, best)
             if layered is not None:
@@ -394,25 +396,20 @@ class Attributor:
         return Scored(scores, layered, None, losses), noise
 
     def _damping(self, damping: float | None, use_store: bool) -> float:
-        if damping is not None:
-            check_damping(damping)
-        stage = self.folder.stage("build") if use_store else None
-        if stage is None or not stage["whiten"]:
-            return DAMPING if damping is None else damping
-        if damping not in (None, stage["damping"]):
+        build = self.folder.stage("build") if use_store else None
+        # a whitened store has it folded into its rows
+        default = build["damping"] if build is not None and build["whiten"] else None
+        if damping is None:
+            return float(DAMPING if default is None else default)
+        if default not in (None, damping):
             raise ValueError(
-                f"damping {damping:g} differs from that of the whitened store, "
-                f"{stage['damping']:g}, which is folded into its rows; leave it out, or score "
-                "exactly (--no-store)"
+                f"damping {damping:g} differs from that of the whitened store, {default:g}, which "
+                "is folded into its rows; leave it out, or score exactly (--no-store)"
             )
-        return float(stage["damping"])
+        return check_damping(damping)
 
     def queries(self, queries: Any) -> list[Query]:
-        """What `score` takes as a list of `Query`; a task also reads the texts of the commands."""
-        texts = [queries] if isinstance(queries, str) else queries
-        words = isinstance(texts, list) and texts and all(isinstance(t, str) for t in texts)
-        if words and self.task is not None:
-            return read_queries(self.task, self.subject.model, texts, ids=self.data.ids)
+        """What `score` takes, as a list of `Query`."""
         return as_queries(queries, self.data.collate, self.show)
 
     def show(self, batch: Any) -> list[Shown]:
@@ -421,18 +418,10 @@ class Attributor:
             return self.task.show(batch)
         return [show_example(batch)]
 
-    def projected_scores(
-        self,
-        queries: Sequence[Query],
-        dim: int,
-        *,
-        damping: float = DAMPING,
-        whiten: bool = True,
-        seed: int = 0,
-    ) -> Tensor:
-        """Scores [Q, N] that a store of this dimension would give, computed without one."""
-        settings = {"dim": dim, "kind": "rademacher", "seed": seed}
-        settings |= {"whiten": whiten, "damping": damping}
+    def projected_scores(self, queries: Sequence[Query], dim: int, **settings: Any) -> Tensor:
+        """Scores [Q, N] of a store with these settings of `build`, computed without one."""
+        defaults = {"kind": "rademacher", "seed": 0, "whiten": True, "damping": DAMPING}
+        settings = {**defaults, **settings, "dim": dim}
         return self._store_scorer().computed_scores(settings, queries, range(len(self.data)))
 
     def self_influence(self, damping: float | None = None, store: bool | None = None) -> Tensor:

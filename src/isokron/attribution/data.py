@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, IterableDataset, Subset, default_collate
 
 from isokron.curvature.layers import Layer
@@ -81,7 +81,8 @@ class Data:
                 source = Subset(source, numbers)
         self.source, self.collate = source, collate or default_collate
         self.size, self.lengths, self.ids = batch_size, lengths, ids
-        self.tokens = NUMBERS  # of a batch at most; less where memory is short
+        # of a batch at most; the memory plan lowers it where memory is short
+        self.tokens = NUMBERS
 
     def __len__(self) -> int:
         return len(self.source)
@@ -122,6 +123,7 @@ class Data:
 
     def digest(self) -> str:
         """A hash of the names, and of all examples as they are read."""
+        # a run must not go on with other examples: scores are stored by number
         total = hashlib.sha256("\0".join(self.ids).encode())
         if isinstance(self.source, Examples):
             update_hash(total, self.source.tensors)
@@ -187,17 +189,10 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return tree_map(lambda value: value.to(device) if hasattr(value, "to") else value, batch)
 
 
-def first_tensor(batch: Any) -> Tensor:
-    """The tensor that says how large a batch is."""
-    values = batch.values() if isinstance(batch, Mapping) else batch
-    values = [values] if isinstance(values, Tensor) else values
-    for value in values:
-        if isinstance(value, Tensor):
-            return value
-    raise ValueError(
-        f"a batch must hold a tensor, got {type(batch).__name__} without one; give examples that "
-        "the loss can be called with, or a collate function"
-    )
+def size_of(batch: Any) -> int:
+    """Numbers, such as tokens, of the largest tensor of a batch."""
+    leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
+    return max([1, *(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor))])
 
 
 def show_example(batch: Any) -> Shown:

@@ -56,6 +56,7 @@ class ExactScorer:
         ranks, plan = self.subject.ranks, self.subject.data.plan(numbers)
         batches = self._share(plan, None if numbers else "score")
         parts, lengths = [], []
+        # a mean query is one, however many it is the mean of
         step = len(queries) if mean else block
         for first in range(0, len(queries), step):
             asked = queries[first : first + step]
@@ -68,7 +69,8 @@ class ExactScorer:
             if unit:
                 roots = side_by_side(ranks, squares).clamp_min(0).sqrt()
                 lengths.append(self._norms(asked, gradients, mean)[:, None] * roots)
-            del gradients  # before the next block takes its memory
+            # before the next block takes its memory
+            del gradients
         order = positions(plan, numbers)
         scores = side_by_side(ranks, torch.cat(parts)).cpu()[..., order]
         losses = side_by_side(ranks, losses).cpu()[order]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from isokron.attribution.data import Subject, first_tensor
+from isokron.attribution.data import Subject, size_of
 from isokron.attribution.queries import Query
 from isokron.attribution.score import gradient_passes
 from isokron.curvature.backward import unchanged
@@ -62,6 +62,10 @@ class Probe:
     positions: dict[str, int]  # by layer
     outputs: int  # numbers of the largest output
 
+    def of(self, layer: str) -> int:
+        # an example may have no gradient at a layer, as at an expert without a token
+        return self.positions.get(layer, self.size)
+
 
 class Budget:
     """What the stages of a run need, within a limit that is fixed when it begins."""
@@ -79,17 +83,16 @@ class Budget:
         planned = planned_bytes(layers, method, lowrank=self.lowrank, terms=terms)
         parts = {name: planned[name] for name in ("statistics", "decompositions")}
         numbers = sum(
-            probe.positions.get(layer.name, 0) * layer.shape[0] * sum(layer.shape[1:])
-            for layer in layers
+            probe.of(layer.name) * layer.shape[0] * sum(layer.shape[1:]) for layer in layers
         )
         example = 4 * (ACTIVATIONS * numbers + LOGITS * probe.outputs)
         # smaller batches where those of the default size would take most of the memory
         while len(data.longest()) * example > self.limit // 3 and data.tokens > LEAST:
             data.tokens //= 2
         parts["activations"] = len(data.longest()) * example
-        longest = max((first_tensor(query.batch).numel() for query in queries), default=probe.size)
+        longest = max((size_of(query.batch) for query in queries), default=probe.size)
         # the eigenvalues of EK-FAC are no product: its H⁻¹∇ has no rank-one terms
-        query = self._query_bytes(max(1, longest) / probe.size, dense=method == "ekfac")
+        query = self._query_bytes(longest / probe.size, dense=method == "ekfac")
         # as many queries to a pass as half of what is left holds, and one at least
         block = (self.limit - sum(parts.values())) // 2 // max(1, query)
         block = max(1, min(len(queries), block))
@@ -100,7 +103,7 @@ class Budget:
         total = 0
         for layer in self.subject.layers:
             blocks, outputs, inputs = layer.shape
-            positions = int(length * self.probe.positions.get(layer.name, 0)) + 1
+            positions = int(length * self.probe.of(layer.name)) + 1
             if layer.kind == "index":
                 size = positions * (outputs + 1)
             elif dense:
@@ -113,7 +116,7 @@ class Budget:
     def _terms(self, numbers: Iterable[int]) -> int:
         """Loss terms of some examples, at most."""
         lengths = self.subject.data.lengths
-        one = max((self.probe.positions[name] for name in self.lowrank), default=1)
+        one = max((self.probe.of(name) for name in self.lowrank), default=1)
         return sum(one if lengths is None else lengths[number] for number in numbers)
 
     def check_head(self, numbers: Sequence[int]) -> None:
@@ -142,7 +145,7 @@ class Budget:
         if isinstance(subject.loss, Likelihood):
             with unchanged(subject.model), torch.no_grad():
                 sizes.append(subject.loss.forward(subject.model, batch)[0].numel())
-        return Probe(max(1, first_tensor(batch).numel()), positions, max(sizes))
+        return Probe(size_of(batch), positions, max(sizes))
 
 
 def _default_limit(device: torch.device, ranks: Ranks | None) -> int:

@@ -108,6 +108,7 @@ def _prompt(task: Task, model: nn.Module, prompt: str, completion: str | None) -
 
 
 def _file(task: Task, model: nn.Module, path: str) -> list[Query]:
+    # imported only where a file is read: it loads readers of several formats
     from isokron.tasks.documents import read_documents, read_prompts
 
     pairs = read_prompts(path)
@@ -128,6 +129,7 @@ def as_queries(
     if isinstance(queries, Examples):
         batches: list[Any] = [queries.batch(torch.tensor([n])) for n in range(len(queries))]
     else:
+        # a DataLoader has its own order; queries are those of its data set
         source = getattr(queries, "dataset", queries)
         if not hasattr(source, "__getitem__") or not hasattr(source, "__len__"):
             raise ValueError(

@@ -145,6 +145,7 @@ def check_finite(scores: Tensor, queries: Sequence[Query], ids: Sequence[str]) -
 
 def default_name(queries: Sequence[Query], settings: Mapping[str, Any]) -> str:
     """A file name that the queries and settings determine."""
+    # the same command writes over its own file, and another one begins a new file
     total = hashlib.sha256(json.dumps([settings, [q.name for q in queries]]).encode())
     for query in queries:
         update_hash(total, query.batch)
@@ -173,6 +174,7 @@ class Explanation:
                 answers[number] = self._answer(asked[number], number)
                 subject.progress("answer", len(answers), len(numbers))
         if subject.ranks is not None:
+            # every rank returns all answers
             texts = subject.ranks.gather_text(json.dumps(answers))
             answers = {int(k): v for text in texts for k, v in json.loads(text).items()}
         ordered = [answers[number] for number in sorted(answers)]
@@ -247,6 +249,7 @@ class Explanation:
             "calibration": None,
             "verify": None,
         }
+        # tokens of examples are scored for one query, not for several that were asked together
         tokens: dict[int, list[float]] = {}
         lengths: dict[int, float] = {}
         if len(queries) == 1:
@@ -279,7 +282,8 @@ class Explanation:
         tokens, squares = a.exact.example_tokens([*signs[0], *signs[1]], gradients)
         norm = max(0.0, gradients.squares[0]) ** 0.5
         lengths = {n: max(norm * square**0.5, TINY) for n, square in squares.items()}
-        if self.settings["unit"]:  # so that they add up to the cosine that is shown
+        if self.settings["unit"]:
+            # so that they add up to the cosine that is shown
             tokens = {n: [value / lengths[n] for value in tokens[n]] for n in tokens}
         return tokens, lengths
 
@@ -322,6 +326,7 @@ class Explanation:
         if not self.settings["verify"] or not proponents:
             return None
         subject = self.attributor.subject
+        # the same random examples in every run
         others = sorted(set(range(len(subject.data))) - {*proponents, *opponents})
         drawn = random.Random(0).sample(others, min(len(proponents), len(others))) or proponents
         changes = verify(

@@ -117,6 +117,7 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 def check_same(folder: Path, stage: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
     """Refuse settings that differ, naming each."""
+    # as they are read from the file: tuples are lists there
     old, new = (json.loads(json.dumps(dict(settings))) for settings in (old, new))
     names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
     if names:

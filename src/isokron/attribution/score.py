@@ -52,6 +52,7 @@ class LayerQueries:
     def add(self, query: int, uses: Uses) -> None:
         """Add one backward pass of a query; all rows of its batch count together."""
         _, outputs, inputs = self.layer.shape
+        # positions without a gradient, such as padding, add no term
         reached = uses.grads.abs().amax((0, 3)).flatten().nonzero()[:, 0]
         small = len(reached) * (outputs + inputs) <= outputs * inputs
         if uses.kind == "index" or (uses.kind == "dense" and self.factored and small):
@@ -83,7 +84,7 @@ class LayerQueries:
         device, self.count = self.owner.device, count
         size = sum(left.size(1) for _, left, _ in self.terms) * (outputs + inputs)
         matrix = outputs * inputs
-        # many terms are more work than a matrix; where queries share none, they take less memory
+        # many terms are more work than matrices, which may take some more memory, but not much
         if self.layer.kind == "dense" and size > 2 * matrix and count * matrix <= SLACK * size:
             for query, left, right in self.terms:
                 self._add_matrix(query, left.mT @ right)
@@ -184,6 +185,7 @@ def squared_length(layer: Layer, uses: Uses, inverse: Any) -> Tensor:
     _, outputs, inputs = layer.shape
     few = uses.grads.size(2) <= min(outputs, inputs)
     if uses.kind == "dense" and isinstance(inverse, Kron) and few:
+        # products of pairs of positions are fewer numbers than the gradient
         uses = uses.written()
         output, side = inverse.factors
         kernel = uses.grads @ output.apply(uses.grads, -1).mT  # [B, N, S, S]
@@ -193,6 +195,7 @@ def squared_length(layer: Layer, uses: Uses, inverse: Any) -> Tensor:
         turned = apply_to_columns(inverse, grads.flatten(1, 2), columns.flatten())
         same = (columns[:, :, None] == columns[:, None]) & (columns >= 0)[:, :, None]
         return ((grads @ turned.view_as(grads).mT)[0] * same).sum((1, 2))
+    # one by one: H⁻¹ of EK-FAC has several times the memory of a gradient in its rotations
     matrices = (matrix for part in _gradients_in_chunks(layer, uses) for matrix in part)
     if inverse is None:
         return torch.stack([(matrix * matrix).sum() for matrix in matrices])
@@ -251,7 +254,8 @@ def query_gradients(
     def fold(layer: Layer, uses: Uses) -> None:
         queries = result.layers[layer.name]
         queries.add(owners[len(result.losses)], uses)
-        if groups is None:  # all rows of a batch count together, as if they were positions of one
+        if groups is None:
+            # all rows of a batch count together, as if they were positions of one
             inputs, grads = (x.flatten(1, 2)[:, None] for x in (uses.inputs, uses.grads))
             joined = replace(uses, inputs=inputs, grads=grads)
             squares.append(squared_length(layer, joined, queries.inverse).sum())
@@ -329,7 +333,8 @@ def exact_scores(
         # of layers without a gradient, such as an expert without a token in this batch
         zeros = batch_losses.new_zeros(shape, dtype=passes.dtype)
         products = [parts.pop(layer.name, zeros) for layer in subject.layers]
-        if tokens:  # a layer of fewer positions, as after pooling, belongs to no token
+        if tokens:
+            # a layer of fewer positions, as after pooling, belongs to no token
             most = max(part.size(2) for part in products)
             products = [part for part in products if part.size(2) == most]
         scores.append(torch.stack(products, 1) if by_layer else torch.stack(products).sum(0))
@@ -339,7 +344,8 @@ def exact_scores(
 
     passes = gradient_passes(subject, batches)
     passes.over(fold, after, check=False)
-    if not scores:  # a rank without batches
+    if not scores:
+        # a rank without batches
         empty = torch.zeros(0, device=subject.device)
         shape = (queries.count, len(subject.layers), 0) if by_layer else (queries.count, 0)
         return PassScores(empty.view(shape), empty, empty)
