@@ -88,10 +88,12 @@ class Attributor:
     ) -> None:
         model = model if device is None else model.to(device)
         self.task, self.source = task, dict(source or {})
-        self.patterns = [layers] if isinstance(layers, str) else layers and list(layers)
+        patterns = [layers] if isinstance(layers, str) else layers
+        self.patterns = None if patterns is None else list(patterns)
         selection = find_layers(model, self.patterns, max_side=max_side, head=head)
         if task is not None:
-            loss = loss or (task.losses if task.logits is None else CrossEntropy(task.logits))
+            if loss is None:
+                loss = task.losses if task.logits is None else CrossEntropy(task.logits)
             if train_set is None:
                 train_set = task.train
                 data = {"ids": task.ids, "lengths": task.lengths, **data}
@@ -190,10 +192,8 @@ class Attributor:
         if self.folder.stage("fit") is None:
             return None
         if not self._is_fitted():
-            raise ValueError(
-                f"the curvature of {self.folder.path} is not finished; run: isokron fit "
-                f"{self.folder.path}"
-            )
+            path = self.folder.path
+            raise ValueError(f"the curvature of {path} is not finished; run: isokron fit {path}")
         return Curvature.load(self.folder.curvature, self.subject.model)
 
     def inverse(self, damping: float = DAMPING) -> Curvature | None:
@@ -295,9 +295,8 @@ class Attributor:
         """The result of `build`, checked to be of this model and these settings."""
         settings = self.folder.stage("build")
         if settings is None:
-            raise ValueError(
-                f"{self.folder.path} has no store; build one, or score exactly (--no-store)"
-            )
+            path = self.folder.path
+            raise ValueError(f"{path} has no store; build one, or score exactly (--no-store)")
         store = Store.open(self.folder.gradients)
         wanted = self._recorded(settings)
         stored = {name: store.settings.get(name) for name in wanted}

@@ -66,7 +66,7 @@ class Data:
             )
         if len(set(ids)) < len(ids):
             raise ValueError("ids must differ, got some twice; leave them out to number examples")
-        ids = [str(name) for name in ids or range(total)]
+        ids = [str(name) for name in (ids if len(ids) else range(total))]
         if examples is not None:
             if not 1 <= examples <= total:
                 raise ValueError(
@@ -74,7 +74,7 @@ class Data:
                 )
             numbers = spread(total, examples)
             ids = [ids[number] for number in numbers]
-            lengths = lengths and [lengths[number] for number in numbers]
+            lengths = None if lengths is None else [lengths[number] for number in numbers]
             if isinstance(source, Examples):
                 source = Examples(source.batch(torch.tensor(numbers)))
             else:
