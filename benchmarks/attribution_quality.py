@@ -130,11 +130,11 @@ def single(examples: Examples) -> list[Any]:
 def kronecker_scores(run: Attributor, queries: Examples, inverse: Curvature | None) -> Tensor:
     """[Q, N]"""
     subject = run.subject
-    asked = query_gradients(subject.model, single(queries), subject.loss, subject.layers, inverse)
+    asked = query_gradients(subject, single(queries), inverse)
     order = [number for batch in run.data.plan() for number in batch]
     assert order == list(range(len(run.data)))
     batches = subject.batches(run.data.plan())
-    return exact_scores(subject.model, batches, subject.loss, subject.layers, asked)[0]
+    return exact_scores(subject, batches, asked).scores
 
 
 def curvature_of(run: Attributor, method: str = "kfac", **options: Any) -> Curvature:

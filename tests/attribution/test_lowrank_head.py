@@ -118,8 +118,18 @@ def test_the_memory_plan_counts_a_heads_gradients_and_not_a_square(tmp_path: Pat
     rows = [(torch.randn(4), number) for number in range(5)]
     loss = losses.CrossEntropy()
     a = Attributor(tmp_path, model, rows, loss=loss, head="lowrank", memory=2**27)
-    assert a.memory_plan("kfac").statistics < 2**22  # 20,000² would take 1.6 GB
+    assert a.memory_plan("kfac").parts["statistics"] < 2**22  # 20,000² would take 1.6 GB
     a.fit().score(rows[:1])
+
+
+def test_memory_is_planned_where_the_probed_example_has_no_loss(tmp_path: Path) -> None:
+    rows = data()
+    rows[-1][1].fill_(-100)
+    torch.manual_seed(0)
+    loss, options = losses.CrossEntropy(), {"head": "lowrank", "max_side": 8}
+    a = Attributor(tmp_path, Words(), rows, loss=loss, **options)
+    assert a.memory_plan("kfac", a.queries(rows[:1])).peak > 0
+    assert a.fit().score(rows[:1]).shape == (1, EXAMPLES)
 
 
 def test_more_terms_than_a_head_can_keep_are_refused_before_any_pass(tmp_path: Path) -> None:

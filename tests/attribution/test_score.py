@@ -6,12 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from isokron.attribution.score import (
-    SquaredLengths,
-    exact_scores,
-    gradient_passes,
-    query_gradients,
-)
+from isokron.attribution.data import Data, Subject
+from isokron.attribution.score import exact_scores, query_gradients
 from isokron.curvature import Curvature, find_layers, fit
 from isokron.curvature.layers import Selection
 from isokron.curvature.losses import CrossEntropy
@@ -65,6 +61,12 @@ def selected(model: nn.Module) -> Selection:
     return find_layers(model, "*")
 
 
+def subject_of(model: nn.Module, loss: Any = LOSS) -> Subject:
+    """The model with all its layers; batches are given one by one."""
+    data = Data([0])
+    return Subject(model, selected(model).layers, loss, data, torch.device("cpu"))
+
+
 def fitted(name: str, method: str, dtype: torch.dtype = torch.float32) -> Curvature:
     model, examples = case(name, dtype)
     return fit(model, batches(examples), LOSS, method, selection=selected(model), dtype=dtype)
@@ -113,51 +115,47 @@ def off(values: Tensor, right: Tensor) -> float:
 @pytest.mark.parametrize("dense", [False, True])
 def test_scores_are_those_of_brute_force(name: str, method: str, dense: bool) -> None:
     model, examples = case(name)
-    layers = selected(model).layers
+    subject = subject_of(model)
     inverse = fitted(name, method).damped_inverse(0.1)
-    queries = query_gradients(model, batches(examples, 1), LOSS, layers, inverse, dense=dense)
-    scores, losses = exact_scores(model, batches(examples), LOSS, layers, queries)
+    queries = query_gradients(subject, batches(examples, 1), inverse, dense=dense)
+    scores, losses, squares = exact_scores(subject, batches(examples), queries, squares=True)
     right = brute_force(name, method, 0.1)
     assert off(scores, right) < 5e-6
-    layered, _ = exact_scores(model, batches(examples), LOSS, layers, queries, by_layer=True)
+    assert off(squares, right.diagonal()) < 5e-6
+    layered = exact_scores(subject, batches(examples), queries, by_layer=True).scores
     assert off(layered.sum(1), right) < 5e-6
     terms, weights = LOSS(model, batches(examples, 14)[0])
     assert torch.allclose(losses, (terms * weights).reshape(14, -1).sum(1))
-    squares = SquaredLengths(inverse)
-    passes = gradient_passes(model, batches(examples), LOSS, layers)
-    passes.over(squares.take, lambda: squares.after(passes.losses))
-    assert off(squares.total(), right.diagonal()) < 5e-6
 
 
 def test_scores_of_positions_add_up() -> None:
     model, examples = case("words")
-    layers = selected(model).layers
+    subject = subject_of(model)
     inverse = fitted("words", "kfac").damped_inverse(0.1)
-    queries = query_gradients(model, batches(examples, 1)[:3], LOSS, layers, inverse)
-    tokens, _ = exact_scores(model, batches(examples, 14), LOSS, layers, queries, tokens=True)
-    scores, _ = exact_scores(model, batches(examples), LOSS, layers, queries)
+    queries = query_gradients(subject, batches(examples, 1)[:3], inverse)
+    tokens = exact_scores(subject, batches(examples, 14), queries, tokens=True).scores
+    scores = exact_scores(subject, batches(examples), queries).scores
     assert tokens.shape == (3, 14, 5)
     assert off(tokens.sum(2), scores) < 1e-5
 
 
 def test_short_queries_are_kept_as_rank_one_terms_and_long_ones_as_matrices() -> None:
     model = nn.Sequential(nn.Linear(30, 20))
-    layers = selected(model).layers
     short = (torch.randn(1, 2, 30), torch.randint(0, 20, (1, 2)))
     long = (torch.randn(1, 40, 30), torch.randint(0, 20, (1, 40)))
-    both = query_gradients(model, [short, long], LOSS, layers, None).layers["0"]
+    both = query_gradients(subject_of(model), [short, long], None).layers["0"]
     assert both.owner.tolist() == [0, 0]
     assert both.matrix_owner.tolist() == [1]
 
 
 def test_queries_of_one_group_add_up() -> None:
     model, examples = case("words")
-    layers = selected(model).layers
-    alone = query_gradients(model, batches(examples, 1)[:3], LOSS, layers, None)
-    group = query_gradients(model, batches(examples, 1)[:3], LOSS, layers, None, [0, 0, 0])
-    one, _ = exact_scores(model, batches(examples), LOSS, layers, group)
-    each, _ = exact_scores(model, batches(examples), LOSS, layers, alone)
-    assert off(one[0], each.sum(0)) < 1e-5
+    subject = subject_of(model)
+    alone = query_gradients(subject, batches(examples, 1)[:3], None)
+    group = query_gradients(subject, batches(examples, 1)[:3], None, [0, 0, 0])
+    together = exact_scores(subject, batches(examples), group).scores
+    apart = exact_scores(subject, batches(examples), alone).scores
+    assert off(together[0], apart.sum(0)) < 1e-5
 
 
 def test_weights_of_terms_multiply_gradients_linearly() -> None:
@@ -170,9 +168,9 @@ def test_weights_of_terms_multiply_gradients_linearly() -> None:
         losses = nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
         return losses, torch.tensor([0.25, 1.0])
 
-    layers = selected(model).layers
-    queries = query_gradients(model, [batch], weighted, layers, None)
-    scores, losses = exact_scores(model, [batch], weighted, layers, queries)
+    subject = subject_of(model, weighted)
+    queries = query_gradients(subject, [batch], None)
+    scores, losses, _ = exact_scores(subject, [batch], queries)
     terms, weights = weighted(model, batch)
     grads = []
     for k in range(2):

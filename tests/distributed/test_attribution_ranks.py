@@ -23,7 +23,7 @@ from letters import Model, attributor, task
 QUERIES = ["eval:0-2", "abcabc", "train:7"]
 BUILDS: dict[str, dict[str, Any]] = {
     "white": {"dim": 4},
-    "plain": {"dim": 0, "whiten": False},
+    "plain": {"dim": 0},
 }
 
 

@@ -1,6 +1,5 @@
 """Which training examples made a model say this: fit curvature, score queries, write a page."""
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -10,24 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isokron.attribution import results
-from isokron.attribution.data import (
-    Subject,
-    device_of,
-    rows_of,
-    show_batch,
-    spread,
-    to_device,
-    training_data,
-)
+from isokron.attribution.data import Data, Subject, show_example, spread, to_device
 from isokron.attribution.evaluate import Noise
-from isokron.attribution.exact import ExactScorer
-from isokron.attribution.explanation import Explanation, token_table
+from isokron.attribution.exact import ExactScorer, Scored
 from isokron.attribution.gradients import DTYPES, SPEARMAN, StoreScorer
 from isokron.attribution.memory import Budget, MemoryPlan
 from isokron.attribution.projection import Projection
-from isokron.attribution.queries import Query, as_queries, read_queries
-from isokron.attribution.results import Scores
+from isokron.attribution.queries import Query, as_queries
+from isokron.attribution.results import Explanation, Scores, check_finite, token_table
 from isokron.attribution.run_folder import RunFolder, check_same
 from isokron.attribution.store import Store
 from isokron.curvature import Curvature, find_layers
@@ -38,7 +27,7 @@ from isokron.curvature.losses import CrossEntropy, Likelihood, Loss
 from isokron.distributed import Ranks
 from isokron.distributed.team import in_turn
 from isokron.tasks import Shown, Task
-from isokron.training import Progress, silent
+from isokron.training import Progress, digest, silent
 
 DAMPING = 0.1
 MODES = ("individual", "mean", "nearest")
@@ -98,32 +87,47 @@ class Attributor:
         **data: Any,
     ) -> None:
         model = model if device is None else model.to(device)
-        self.task, self.given = task, dict(source or {})
-        patterns = [layers] if isinstance(layers, str) else None if layers is None else list(layers)
-        self.patterns = patterns
-        selection = find_layers(model, patterns, max_side=max_side, head=head)
-        self.data = training_data(train_set, task, examples, data)
-        loss, where = _loss(loss, task), device_of(model)
-        two = to_device(self.data.batch(range(min(2, len(self.data)))), where)
+        self.task, self.source = task, dict(source or {})
+        patterns = [layers] if isinstance(layers, str) else layers
+        self.patterns = None if patterns is None else list(patterns)
+        selection = find_layers(model, self.patterns, max_side=max_side, head=head)
+        if task is not None:
+            if loss is None:
+                loss = task.losses if task.logits is None else CrossEntropy(task.logits)
+            if train_set is None:
+                train_set = task.train
+                data = {"ids": task.ids, "lengths": task.lengths, **data}
+        if train_set is None:
+            raise ValueError("train_set must be a data set, got None; give one, or a task")
+        if loss is None:
+            raise ValueError(
+                "loss must be one of isokron.losses or a function (model, batch) → loss per "
+                "example, got None; give loss=isokron.losses.CrossEntropy()"
+            )
+        self.data = Data(train_set, examples=examples, **data)
+        on = next(model.parameters()).device
+        # two examples show which layers mix them
+        two = to_device(self.data.batch(range(min(2, len(self.data)))), on)
         self.selection = probe_layers(model, two, loss, selection)
         chosen = self.selection.layers
         # of a large head the gradients are kept in the place of a covariance
         self.lowrank = [x.name for x in chosen if x.kind == "dense" and x.shape[1] > max_side]
-        self.subject = Subject(model, chosen, loss, self.data, where, ranks, progress)
+        self.subject = Subject(model, chosen, loss, self.data, on, ranks, progress)
         self.budget = Budget(self.subject, self.lowrank, memory)
-        self.weights = _digest(model)
+        self.exact = ExactScorer(self.subject, self.inverse)
+        self._inverses: dict[float, Curvature] = {}
+        self.weights = digest(model.state_dict().values())
+        # another model, or other data, are refused in the same folder
         origin = {
-            "given": self.given,
-            "layers": patterns,
+            "given": self.source,
+            "layers": self.patterns,
             "head": head,
             "max_side": max_side,
             "examples": len(self.data),
             "weights": self.weights,
             "data": self.data.digest(),
         }
-        self.folder = RunFolder.begin(folder, origin, ranks)
-        self.exact = ExactScorer(self.subject, self.inverse)
-        self._inverses: dict[float, Curvature] = {}
+        self.folder = RunFolder(Path(folder), origin, ranks)
 
     def fit(
         self,
@@ -155,14 +159,15 @@ class Attributor:
                 f"examples to fit must be from 1 to the {len(self.data)} of the run, got {examples}"
             )
         numbers = spread(len(self.data), count)
+        # what is recorded cannot be taken back: all checks come before
         self.budget.check_head(numbers)
         self.memory_plan(method).check()
         self.folder.enter("fit", {**settings, "examples": examples, "seed": seed})
-        if self._fitted():
+        if self._is_fitted():
             return self
-        self.__dict__["curvature"] = fit_curvature(
+        self.curvature = fit_curvature(
             self.subject.model,
-            self.subject.batches(self.data.plan(None if examples is None else numbers), "fit"),
+            self.subject.batches(self.data.plan(numbers), "fit"),
             self.subject.loss,
             selection=self.selection,
             policy=dict.fromkeys(self.lowrank, "all") or "none",
@@ -172,19 +177,23 @@ class Attributor:
         )
         with in_turn(self.subject.ranks, "saving the curvature"):
             if self.folder.leads:
-                self.__dict__["curvature"].save(self.folder.curvature)
+                self.curvature.save(self.folder.curvature)
         return self
+
+    def _is_fitted(self) -> bool:
+        fitted = (self.folder.curvature / "curvature.json").exists()
+        if self.subject.ranks is not None:
+            self.subject.ranks.agree("whether the curvature is there", fitted)
+        return fitted
 
     @cached_property
     def curvature(self) -> Curvature | None:
         """The result of `fit`; None if it was never called, and H is the identity."""
         if self.folder.stage("fit") is None:
             return None
-        if not self._fitted():
-            raise ValueError(
-                f"the curvature of {self.folder.path} is not finished; run: isokron fit "
-                f"{self.folder.path}"
-            )
+        if not self._is_fitted():
+            path = self.folder.path
+            raise ValueError(f"the curvature of {path} is not finished; run: isokron fit {path}")
         return Curvature.load(self.folder.curvature, self.subject.model)
 
     def inverse(self, damping: float = DAMPING) -> Curvature | None:
@@ -196,38 +205,24 @@ class Attributor:
             self._inverses[damping] = self.curvature.damped_inverse(damping)
         return self._inverses[damping]
 
-    def _fitted(self) -> bool:
-        fitted = (self.folder.curvature / "curvature.json").exists()
-        if self.subject.ranks is not None:
-            self.subject.ranks.agree("whether the curvature is there", fitted)
-        return fitted
-
     def memory_plan(self, method: str | None = None, queries: Sequence[Query] = ()) -> MemoryPlan:
         """What a run with this curvature and these queries needs, computed before any pass."""
         stage = self.folder.stage("fit") or {"method": "kfac"}
         return self.budget.plan(method or stage["method"], queries)
 
     def choose(self, queries: Sequence[Query]) -> tuple[bool, str]:
-        """Whether a store pays for these queries, and why.
-
-        Exact scores take a pass over the data for each block of queries that fits the memory, a
-        store takes one pass and then a product for each query: it pays from 5 passes on.
-        """
+        """Whether a store pays for these queries, and why."""
+        # exact scores take a pass over the data for each block of queries that fits the memory, a
+        # store takes one pass and then a product for each query
         passes = -(-len(queries) // self.memory_plan(queries=queries).block)
         count = f"{len(queries)} queries need" if len(queries) > 1 else "1 query needs"
         takes = f"{passes} pass{'es' if passes > 1 else ''} over the data"
-        if passes <= PASSES:
-            return False, f"{count} {takes}, and a store pays above {PASSES} passes"
-        return True, f"{count} {takes} without one, more than {PASSES}"
+        return passes > PASSES, f"{count} {takes}, and a store pays above {PASSES} passes"
 
-    @cached_property
-    def _stored(self) -> StoreScorer:
-        """Embeddings and low-rank heads never enter a projection."""
-        layers = [
-            layer
-            for layer in self.subject.layers
-            if layer.kind != "index" and layer.name not in self.lowrank
-        ]
+    def _store_scorer(self) -> StoreScorer:
+        # embeddings and low-rank heads never enter a projection
+        small = [layer for layer in self.subject.layers if layer.name not in self.lowrank]
+        layers = [layer for layer in small if layer.kind != "index"]
         if not layers:
             raise ValueError(
                 "a store needs a linear, convolution or norm layer, and layers= selects none; "
@@ -240,7 +235,6 @@ class Attributor:
         self,
         dim: int | None = None,
         *,
-        whiten: bool | None = None,
         damping: float = DAMPING,
         dtype: str = "float32",
         kind: str = "rademacher",
@@ -249,55 +243,47 @@ class Attributor:
     ) -> "Attributor":
         """Store the gradients of all training examples, to answer queries without the data.
 
+        Curvature of two sides (K-FAC, TKFAC, Shampoo) is folded into the rows, which are whitened.
+
         Args:
             dim: gradients are projected to dim × dim a layer; 0: not projected. Default: the
                 smallest power of two from 16 on whose scores have a rank correlation of 0.9 with
                 exact ones, measured on a sample.
-            whiten: fold the curvature into the rows; default: wherever it has two sides.
             damping: of H, as a multiple of each layer's mean eigenvalue.
             dtype: "float32", "bfloat16" or "float16".
             kind: random numbers of the projection, "rademacher" or "normal".
             seed: of the projection.
             queries: for which the default dimension is chosen; default: some training examples.
         """
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {tuple(DTYPES)}, got {dtype!r}")
+        # refuses wrong values before they are recorded
+        Projection(dim or 16, kind, seed)
+        method = (self.folder.stage("fit") or {}).get("method")
         settings: dict[str, Any] = {
             "dim": dim,
-            "whiten": self._whitens(whiten),
+            "whiten": method not in (None, "ekfac"),
             "damping": check_damping(damping),
             "dtype": dtype,
             "kind": kind,
             "seed": seed,
         }
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {tuple(DTYPES)}, got {dtype!r}")
-        Projection(dim or 16, kind, seed)
-        limit = self.budget.limit
+        limit, scorer = self.budget.limit, self._store_scorer()
         earlier = self.folder.stage("build")
         if dim is None and earlier is not None:
             settings["dim"] = earlier["dim"]
         elif dim is None:
             asked = [] if queries is None else self.queries(queries)
             # rows of the sample are in memory several times while they are compared
-            settings["dim"] = self._stored.chosen_dim(settings, asked, limit // 8)
+            settings["dim"] = scorer.chosen_dim(settings, asked, limit // 8)
         if settings["dim"] is None:
             raise ValueError(
                 f"no store within {limit // 8} bytes has a rank correlation of {SPEARMAN} with "
                 "exact scores; score exactly (--no-store), or give --dim or more --memory"
             )
         self.folder.enter("build", settings)
-        recorded = self._recorded(settings)
-        self._stored.build(self.folder.gradients, settings, recorded, limit)
+        scorer.build(self.folder.gradients, settings, self._recorded(settings), limit)
         return self
-
-    def _whitens(self, whiten: bool | None) -> bool:
-        method = (self.folder.stage("fit") or {}).get("method")
-        sides = method not in (None, "ekfac")
-        if whiten and not sides:
-            raise ValueError(
-                "whiten=True needs curvature of two sides (kfac, tkfac or shampoo), got "
-                f"{method!r}; fit one of these, or leave whiten out"
-            )
-        return sides if whiten is None else whiten
 
     def _recorded(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """What decides the numbers of a store."""
@@ -305,11 +291,12 @@ class Attributor:
         return {"build": dict(settings), "fit": fit, "weights": self.weights}
 
     @cached_property
-    def store(self) -> Store | None:
+    def store(self) -> Store:
         """The result of `build`, checked to be of this model and these settings."""
         settings = self.folder.stage("build")
         if settings is None:
-            return None
+            path = self.folder.path
+            raise ValueError(f"{path} has no store; build one, or score exactly (--no-store)")
         store = Store.open(self.folder.gradients)
         wanted = self._recorded(settings)
         stored = {name: store.settings.get(name) for name in wanted}
@@ -358,112 +345,83 @@ class Attributor:
         if verify and mode != "individual":
             raise ValueError(f"verify needs mode='individual', got {mode!r}; leave one of them out")
         asked = self.queries(queries)
-        stage = self.folder.stage("build")
-        use_store = stage is not None if store is None else store
-        if use_store and stage is None:
-            raise ValueError(
-                f"{self.folder.path} has no store; build one, or score exactly (--no-store)"
-            )
+        use_store = self.folder.stage("build") is not None if store is None else store
         settings: dict[str, Any] = {"mode": mode, "unit": unit, "by_layer": by_layer}
         settings |= {"damping": self._damping(damping, use_store), "store": use_store}
         settings |= {"top": top, "verify": verify}
-        scores, layered, noise, losses = self._scores(asked, settings)
-        results.check_finite(scores, asked, self.data.ids)
-        layers = self._stored.subject.layers if use_store else self.subject.layers
-        names = tuple(layer.name for layer in layers)
-
-        def by_layers() -> tuple[Tensor, tuple[str, ...]]:
-            layered = self._scores(asked, {**settings, "by_layer": True})[1]
-            assert layered is not None
-            return layered, names
-
-        result = Scores.of(
-            scores,
-            self.data.ids,
-            by_layer=layered,
-            layers=names if by_layer else (),
-            noise=noise,
-            why=why or ("the run has a store" if use_store else "the default"),
-            compute={
-                "by_layer": by_layers,
-                "tokens": lambda: token_table(self, asked, result, settings),
-            },
-        )
+        scored, noise = self._scored(asked, settings)
+        check_finite(scored.scores, asked, self.data.ids)
+        scorer = self._store_scorer() if use_store else self.exact
+        result = scored.scores.as_subclass(Scores)
+        result.ids, result.noise, result.answers = self.data.ids, noise, []
+        result.layers = tuple(layer.name for layer in scorer.subject.layers)
+        result.why = why or ("the run has a store" if use_store else "the default")
+        layered = {**settings, "by_layer": True}
+        result.compute_by_layer = lambda: self._scored(asked, layered)[0].by_layer
+        result.compute_tokens = lambda: token_table(self.exact, asked, result, layered["damping"])
+        if scored.by_layer is not None:
+            result.by_layer = scored.by_layer
         if save:
-            result.answers = Explanation(self, asked, result, settings, losses, name).write()
+            assert scored.losses is not None
+            explanation = Explanation(self, asked, result, settings, scored.losses)
+            result.answers = explanation.write(name)
         return result
 
-    def _scores(
+    def _scored(
         self, queries: list[Query], settings: Mapping[str, Any]
-    ) -> tuple[Tensor, Tensor | None, Noise | None, Tensor]:
+    ) -> tuple[Scored, Noise | None]:
         mean, damping = settings["mode"] == "mean", settings["damping"]
         options = {"mean": mean, "by_layer": settings["by_layer"], "unit": settings["unit"]}
         plan, noise = self.memory_plan(queries=queries), None
         if settings["store"]:
-            build = self.folder.stage("build")
-            assert build is not None
-            assert self.store is not None
-            scored = self._stored.scores(
-                self.store, build, queries, memory=self.budget.limit // 4, **options
-            )
+            store, scorer, memory = self.store, self._store_scorer(), self.budget.limit // 4
+            build = store.settings["build"]
+            scored = scorer.scores(store, build, queries, memory=memory, **options)
             if build["dim"]:
-                noise = self._stored.noise(queries, scored.scores, damping, plan.block, mean)
+                noise = scorer.noise(queries, scored.scores, damping, plan.block, mean)
         else:
             plan.check()
             scored = self.exact.scores(queries, damping, block=plan.block, **options)
         scores, layered, lengths, losses = scored
-        assert losses is not None
         if lengths is not None:
             scores = scores / lengths
             layered = None if layered is None else layered / lengths[:, None]
         if settings["mode"] == "nearest":
+            # the layers too are those of the query with the largest score
             best = scores.argmax(0, keepdim=True)
             scores = scores.gather(0, best)
             if layered is not None:
                 layered = layered.gather(0, best[:, None].expand(-1, layered.size(1), -1))
-        return scores, layered, noise, losses
+        return Scored(scores, layered, None, losses), noise
 
     def _damping(self, damping: float | None, use_store: bool) -> float:
-        stage = self.folder.stage("build") if use_store else None
-        if damping is not None:
-            check_damping(damping)
-        if stage is None or not stage["whiten"]:
-            return DAMPING if damping is None else damping
-        if damping not in (None, stage["damping"]):
+        build = self.folder.stage("build") if use_store else None
+        # a whitened store has it folded into its rows
+        default = build["damping"] if build is not None and build["whiten"] else None
+        if damping is None:
+            return float(DAMPING if default is None else default)
+        if default not in (None, damping):
             raise ValueError(
-                f"damping {damping:g} differs from that of the whitened store, "
-                f"{stage['damping']:g}, which is folded into its rows; leave it out, or score "
-                "exactly (--no-store)"
+                f"damping {damping:g} differs from that of the whitened store, {default:g}, which "
+                "is folded into its rows; leave it out, or score exactly (--no-store)"
             )
-        return float(stage["damping"])
+        return check_damping(damping)
 
     def queries(self, queries: Any) -> list[Query]:
-        """What `score` takes as a list of `Query`; a task also reads the texts of the commands."""
-        texts = [queries] if isinstance(queries, str) else queries
-        words = isinstance(texts, list) and texts and all(isinstance(t, str) for t in texts)
-        if words and self.task is not None:
-            return read_queries(self.task, self.subject.model, texts, ids=self.data.ids)
+        """What `score` takes, as a list of `Query`."""
         return as_queries(queries, self.data.collate, self.show)
 
     def show(self, batch: Any) -> list[Shown]:
         """What a person sees of the examples of a batch."""
         if self.task is not None and self.task.show is not None:
             return self.task.show(batch)
-        return show_batch(batch, [""] * rows_of(batch))
+        return [show_example(batch)]
 
-    def projected_scores(
-        self,
-        queries: Sequence[Query],
-        dim: int,
-        *,
-        damping: float = DAMPING,
-        whiten: bool = True,
-        seed: int = 0,
-    ) -> Tensor:
-        """Scores [Q, N] that a store of this dimension would give, computed without one."""
-        settings = {"dim": dim, "kind": "rademacher", "seed": seed}
-        settings |= {"whiten": whiten, "damping": damping}
-        return self._stored.computed_scores(settings, queries, range(len(self.data)))
+    def projected_scores(self, queries: Sequence[Query], dim: int, **settings: Any) -> Tensor:
+        """Scores [Q, N] of a store with these settings of `build`, computed without one."""
+        defaults = {"kind": "rademacher", "seed": 0, "whiten": True, "damping": DAMPING}
+        settings = {**defaults, **settings, "dim": dim}
+        return self._store_scorer().computed_scores(settings, queries, range(len(self.data)))
 
     def self_influence(self, damping: float | None = None, store: bool | None = None) -> Tensor:
         """⟨∇, H⁻¹∇⟩ of every training example, [N]: large for what is rare or mislabelled.
@@ -473,8 +431,8 @@ class Attributor:
         stage = self.folder.stage("build")
         use_store = store is not False and stage is not None and stage["whiten"]
         damping = self._damping(damping, use_store)
-        if use_store and self.store is not None:
-            return self._stored.self_influence(self.store, self.budget.limit // 4)
+        if use_store:
+            return self._store_scorer().self_influence(self.store, self.budget.limit // 4)
         self.memory_plan().check()
         return self.exact.self_influence(damping)
 
@@ -489,24 +447,3 @@ def check_damping(damping: float) -> float:
     if not 0 <= damping < float("inf"):
         raise ValueError(f"damping must be a finite number of at least 0, got {damping!r}")
     return damping
-
-
-def _loss(loss: Loss | Likelihood | None, task: Task | None) -> Loss | Likelihood:
-    if loss is not None:
-        return loss
-    if task is None:
-        raise ValueError(
-            "loss must be one of isokron.losses or a function (model, batch) → loss per example, "
-            "got None; give loss=isokron.losses.CrossEntropy()"
-        )
-    return task.losses if task.logits is None else CrossEntropy(task.logits)
-
-
-def _digest(model: nn.Module) -> str:
-    """A hash of all weights and buffers."""
-    total = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
-        flat = tensor.detach().cpu().contiguous().flatten()
-        total.update(flat.view(torch.uint8).numpy().tobytes())
-    return total.hexdigest()[:16]

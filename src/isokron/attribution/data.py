@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, IterableDataset, Subset, default_collate
 
 from isokron.curvature.layers import Layer
 from isokron.curvature.losses import Likelihood, Loss
 from isokron.distributed import Ranks
-from isokron.tasks import Examples, Shown, Task
+from isokron.tasks import Examples, Shown
 from isokron.training import Progress, silent
 
 NUMBERS = 2048  # tokens, or other numbers, that go through the model in one batch
-BATCH = 8  # examples of a batch whose size is not known
-IMAGE_CHANNELS = (1, 3)
+DEFAULT_BATCH = 8  # examples, where their size is not known
 
 
 class Data:
@@ -31,6 +31,7 @@ class Data:
         batch_size: examples in a batch; default: the DataLoader's, or as many as hold 2,048 tokens.
         lengths: tokens of every example; batches then hold examples of similar length.
         ids: a name for every example; default: its number.
+        examples: use only so many examples, evenly spaced.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Data:
         batch_size: int | None = None,
         lengths: Sequence[int] | None = None,
         ids: Sequence[str] = (),
+        examples: int | None = None,
     ) -> None:
         if isinstance(source, DataLoader):
             collate = collate or source.collate_fn
@@ -54,19 +56,33 @@ class Data:
             )
         if batch_size is not None and batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-        self.source, self.collate = source, collate or default_collate
-        self.size, self.lengths = batch_size, lengths
-        self.tokens = NUMBERS  # of a batch at most; less where memory is short
-        if not len(source):
+        total = len(source)
+        if not total:
             raise ValueError("train_set must hold at least one example, got none")
-        if len(ids) not in (0, len(source)):
+        if len(ids) not in (0, total):
             raise ValueError(
-                f"ids must name each of the {len(source)} examples, got {len(ids)}; leave them out "
-                "and examples are numbered"
+                f"ids must name each of the {total} examples, got {len(ids)}; leave them out and "
+                "examples are numbered"
             )
         if len(set(ids)) < len(ids):
             raise ValueError("ids must differ, got some twice; leave them out to number examples")
-        self.ids = [str(name) for name in ids] or [str(number) for number in range(len(source))]
+        ids = [str(name) for name in (ids if len(ids) else range(total))]
+        if examples is not None:
+            if not 1 <= examples <= total:
+                raise ValueError(
+                    f"examples must be from 1 to the {total} training examples, got {examples}"
+                )
+            numbers = spread(total, examples)
+            ids = [ids[number] for number in numbers]
+            lengths = None if lengths is None else [lengths[number] for number in numbers]
+            if isinstance(source, Examples):
+                source = Examples(source.batch(torch.tensor(numbers)))
+            else:
+                source = Subset(source, numbers)
+        self.source, self.collate = source, collate or default_collate
+        self.size, self.lengths, self.ids = batch_size, lengths, ids
+        # of a batch at most; the memory plan lowers it where memory is short
+        self.tokens = NUMBERS
 
     def __len__(self) -> int:
         return len(self.source)
@@ -82,7 +98,9 @@ class Data:
         order = list(range(len(self)) if numbers is None else numbers)
         lengths = self.lengths
         if lengths is None:
-            size = self.size or self._default_size()
+            size = self.size or DEFAULT_BATCH
+            if self.size is None and isinstance(self.source, Examples):
+                size = max(1, self.tokens // max(1, self.source.tensors[0][0].numel()))
             return [order[first : first + size] for first in range(0, len(order), size)]
         order.sort(key=lambda number: (lengths[number], number))
         batches: list[list[int]] = []
@@ -105,18 +123,14 @@ class Data:
 
     def digest(self) -> str:
         """A hash of the names, and of all examples as they are read."""
+        # a run must not go on with other examples: scores are stored by number
         total = hashlib.sha256("\0".join(self.ids).encode())
         if isinstance(self.source, Examples):
-            _update(total, self.source.tensors)
+            update_hash(total, self.source.tensors)
         else:
             for number in range(len(self)):
-                _update(total, self.source[number])
+                update_hash(total, self.source[number])
         return total.hexdigest()[:16]
-
-    def _default_size(self) -> int:
-        if not isinstance(self.source, Examples):
-            return BATCH
-        return max(1, min(len(self), self.tokens // max(1, self.source.tensors[0][0].numel())))
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,8 +149,9 @@ class Subject:
         """Training examples on the model's device."""
         return to_device(self.data.batch(numbers), self.device)
 
-    def batches(self, numbers: list[list[int]], stage: str | None = None) -> "Batches":
-        return Batches(self, numbers, stage)
+    def batches(self, plan: list[list[int]], stage: str | None = None) -> "Batches":
+        """The batches of a plan; a stage shows its progress."""
+        return Batches(self, plan, stage)
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,31 +178,6 @@ class Batches:
             progress(self.stage or "", done, total)
 
 
-def training_data(
-    train_set: Any, task: Task | None, examples: int | None, options: dict[str, Any]
-) -> Data:
-    """The examples of a data set or of a task, or so many of them, evenly spaced."""
-    if train_set is None:
-        if task is None:
-            raise ValueError("train_set must be a data set, got None; give one, or a task")
-        train_set = task.train
-        options = {"ids": task.ids, "lengths": task.lengths, **options}
-    data = Data(train_set, **options)
-    if examples is None:
-        return data
-    if not 1 <= examples <= len(data):
-        raise ValueError(
-            f"examples must be from 1 to the {len(data)} training examples, got {examples}"
-        )
-    numbers = spread(len(data), examples)
-    part: Any = Subset(data.source, numbers)
-    if isinstance(data.source, Examples):
-        part = Examples(data.source.batch(torch.tensor(numbers)))
-    lengths = None if data.lengths is None else [data.lengths[n] for n in numbers]
-    ids = [data.ids[n] for n in numbers]
-    return Data(part, collate=data.collate, batch_size=data.size, lengths=lengths, ids=ids)
-
-
 def spread(total: int, count: int) -> list[int]:
     """Numbers of `count` of `total` examples, evenly spaced."""
     return [number * total // count for number in range(count)]
@@ -195,73 +185,34 @@ def spread(total: int, count: int) -> list[int]:
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """A batch with all its tensors on the device."""
-    if isinstance(batch, Tensor):
-        return batch.to(device)
-    if isinstance(batch, Mapping):
-        moved = {key: to_device(value, device) for key, value in batch.items()}
-        return moved if type(batch) is dict else type(batch)(moved)  # type: ignore[call-arg]
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(value, device) for value in batch))
-    if isinstance(batch, tuple | list):
-        return type(batch)(to_device(value, device) for value in batch)
-    return batch
-
-
-def first_tensor(batch: Any) -> Tensor:
-    """The tensor that says how large a batch is."""
-    values = batch.values() if isinstance(batch, Mapping) else batch
-    values = [values] if isinstance(values, Tensor) else values
-    for value in values:
-        if isinstance(value, Tensor):
-            return value
-    raise ValueError(
-        f"a batch must hold a tensor, got {type(batch).__name__} without one; give examples that "
-        "the loss can be called with, or a collate function"
-    )
-
-
-def rows_of(batch: Any) -> int:
-    """Examples of a batch."""
-    first = first_tensor(batch)
-    return len(first) if first.ndim else 1
+    # transformers' BatchEncoding is no pytree, and has a `to` of its own
+    return tree_map(lambda value: value.to(device) if hasattr(value, "to") else value, batch)
 
 
 def size_of(batch: Any) -> int:
-    """Numbers, such as tokens, of a batch."""
-    return max(1, first_tensor(batch).numel())
+    """Numbers, such as tokens, of the largest tensor of a batch."""
+    leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
+    return max([1, *(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor))])
 
 
-def device_of(model: nn.Module) -> torch.device:
-    return next((param.device for param in model.parameters()), torch.device("cpu"))
-
-
-def show_batch(batch: Any, names: Sequence[str]) -> list[Shown]:
-    """What can be shown of examples without a `show` of the user's: text, image and label."""
-    fields = dict(batch) if isinstance(batch, Mapping) else dict(enumerate(_listed(batch)))
-    shown = []
-    for row, name in enumerate(names):
-        values = {key: _row(value, row, len(names)) for key, value in fields.items()}
-        texts = [value for value in values.values() if isinstance(value, str)]
-        images = [image for value in values.values() if (image := _image(value)) is not None]
-        labels = [v for key, v in values.items() if key in ("label", "labels", 1) and _number(v)]
-        label = str(int(labels[0])) if labels else ""
-        image = images[0] if images else None
-        shown.append(Shown(tokens=tuple(texts[:1]), image=image, label=label, title=name))
-    return shown
-
-
-def _listed(batch: Any) -> Sequence[Any]:
-    return batch if isinstance(batch, tuple | list) else (batch,)
-
-
-def _row(value: Any, row: int, rows: int) -> Any:
-    listed = isinstance(value, Tensor | tuple | list) and len(value) == rows
-    return value[row] if listed else None
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, int) or (
-        isinstance(value, Tensor) and value.ndim == 0 and not value.is_floating_point()
+def show_example(batch: Any) -> Shown:
+    """The text, image and label of a batch of one example, for data without a `show` function."""
+    if not isinstance(batch, Mapping):
+        batch = dict(enumerate(batch if isinstance(batch, tuple | list) else [batch]))
+    values = {
+        key: value[0]
+        for key, value in batch.items()
+        if isinstance(value, Tensor | tuple | list) and len(value) == 1
+    }
+    texts = [value for value in values.values() if isinstance(value, str)]
+    images = [image for value in values.values() if (image := _image(value)) is not None]
+    # of an example (input, label) the second field
+    label = values.get("label", values.get("labels", values.get(1)))
+    label = label.item() if isinstance(label, Tensor) and label.ndim == 0 else label
+    return Shown(
+        tokens=tuple(texts[:1]),
+        image=images[0] if images else None,
+        label=str(int(label)) if isinstance(label, int) else "",
     )
 
 
@@ -269,29 +220,25 @@ def _image(value: Any) -> Tensor | None:
     """uint8 [h, w] or [h, w, 3] of a floating image, scaled to its own range."""
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return None
-    if value.ndim == 3 and value.size(0) in IMAGE_CHANNELS:
+    if value.ndim == 3 and value.size(0) in (1, 3):
         value = value[0] if value.size(0) == 1 else value.movedim(0, -1)
-    if value.ndim != 2 and not (value.ndim == 3 and value.size(-1) == 3):
+    if value.ndim != 2 and value.shape[2:] != (3,):
         return None
     value = value.detach().cpu().float()
     low, high = value.min(), value.max()
     return ((value - low) / (high - low).clamp_min(1e-12) * 255).round().to(torch.uint8)
 
 
-def _update(total: Any, value: Any) -> None:
-    """Add one value of an example to a hash: its type, shape and bytes."""
+def update_hash(total: Any, value: Any) -> None:
+    """Add a batch, or a value of an example, to a hash: types, shapes and bytes."""
     if isinstance(value, Tensor):
         total.update(f"{value.dtype} {tuple(value.shape)} ".encode())
         flat = value.detach().cpu().contiguous().flatten()
         total.update(flat.view(torch.uint8).numpy().tobytes())
-    elif isinstance(value, Mapping):
-        for key in value:
+    elif isinstance(value, Mapping | tuple | list):
+        for key, part in value.items() if isinstance(value, Mapping) else enumerate(value):
             total.update(f"{key}=".encode())
-            _update(total, value[key])
-    elif isinstance(value, tuple | list):
-        total.update(f"{len(value)}:".encode())
-        for part in value:
-            _update(total, part)
+            update_hash(total, part)
     elif hasattr(value, "tobytes"):  # an array or an image
         total.update(f"{type(value).__name__} {getattr(value, 'shape', '')} ".encode())
         total.update(value.tobytes())

@@ -75,9 +75,7 @@ class StoreScorer:
         else:
             inverse = self.exact.inverse(settings["damping"])
             for batch in batches:
-                one = query_gradients(
-                    subject.model, [batch], subject.loss, subject.layers, inverse, dense=True
-                )
+                one = query_gradients(subject, [batch], inverse, dense=True)
                 matrices = {name: part.matrices for name, part in one.layers.items()}
                 rows.append(rows_of.matrices(matrices))
         return torch.cat(rows).float().cpu()

@@ -5,52 +5,44 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from isokron.attribution.data import Subject, size_of
 from isokron.attribution.queries import Query
+from isokron.attribution.score import gradient_passes
+from isokron.curvature.backward import unchanged
 from isokron.curvature.fit import MAX_TERMS, planned_bytes
 from isokron.curvature.layers import Layer
-from isokron.curvature.losses import Likelihood, Loss
+from isokron.curvature.losses import Likelihood
+from isokron.curvature.statistics import Uses
 from isokron.distributed import Ranks
 
 # copies of a layer's inputs and outputs: those of the graph, and gradients or float32 copies
 ACTIVATIONS = 2
-LEAST = 64  # tokens of a batch, however short memory is
 LOGITS = 3  # logits, their softmax and their gradient
+LEAST = 64  # tokens of a batch, however short memory is
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
     """Bytes that a run takes beside what the process holds already.
 
-    statistics and decompositions: of the curvature; activations: of the largest batch; queries:
-    gradients of one block of queries, which are scored in one pass.
+    parts: statistics and decompositions of the curvature, activations of the largest batch, and
+    the gradients of one block of queries, which are scored in one pass.
     """
 
     limit: int
-    statistics: int
-    decompositions: int
-    activations: int
-    queries: int
-    block: int = 1  # queries
+    parts: dict[str, int]
+    block: int  # queries
 
     @property
     def peak(self) -> int:
-        return self.statistics + self.decompositions + self.activations + self.queries
+        return sum(self.parts.values())
 
     def summary(self) -> str:
         """One line for the terminal."""
-        parts = {
-            "statistics": self.statistics,
-            "decompositions": self.decompositions,
-            "activations": self.activations,
-            "queries": self.queries,
-        }
-        listed = ", ".join(f"{name} {readable(size)}" for name, size in parts.items())
+        listed = ", ".join(f"{name} {readable(size)}" for name, size in self.parts.items())
         return f"memory: peak {readable(self.peak)} of {readable(self.limit)} ({listed})"
 
     def check(self) -> None:
@@ -62,6 +54,19 @@ class MemoryPlan:
             )
 
 
+@dataclass(frozen=True)
+class Probe:
+    """What one example does in the model. size: its tokens, or other numbers."""
+
+    size: int
+    positions: dict[str, int]  # by layer
+    outputs: int  # numbers of the largest output
+
+    def of(self, layer: str) -> int:
+        # an example may have no gradient at a layer, as at an expert without a token
+        return self.positions.get(layer, self.size)
+
+
 class Budget:
     """What the stages of a run need, within a limit that is fixed when it begins."""
 
@@ -69,54 +74,54 @@ class Budget:
         if memory is not None and (isinstance(memory, str) or memory < 1):
             raise ValueError(f"memory must be a number of bytes, such as 2 * 2**30, got {memory!r}")
         self.subject, self.lowrank = subject, lowrank
-        self.limit = _limit(memory, subject.device, subject.ranks)
-
-    @cached_property
-    def longest(self) -> list[int]:
-        """The batch that needs most memory."""
-        return self.subject.data.longest()
-
-    @cached_property
-    def probe(self) -> "Probe":
-        """Of the longest training example."""
-        subject = self.subject
-        batch = subject.batch(self.longest[-1:])
-        return probe_example(subject.model, subject.loss, batch, subject.layers)
+        self.limit = _default_limit(subject.device, subject.ranks) if memory is None else memory
 
     def plan(self, method: str, queries: Sequence[Query] = ()) -> MemoryPlan:
-        """Of curvature of this method and of these queries, computed before any pass."""
-        subject, probe = self.subject, self.probe
-        terms = min(MAX_TERMS, self.terms(range(len(subject.data))))
-        planned = planned_bytes(subject.layers, method, lowrank=self.lowrank, terms=terms)
+        """For curvature of this method and for these queries."""
+        layers, data, probe = self.subject.layers, self.subject.data, self.probe
+        terms = min(MAX_TERMS, self._terms(range(len(data))))
+        planned = planned_bytes(layers, method, lowrank=self.lowrank, terms=terms)
+        parts = {name: planned[name] for name in ("statistics", "decompositions")}
         numbers = sum(
-            probe.positions.get(layer.name, 0) * layer.shape[0] * sum(layer.shape[1:])
-            for layer in subject.layers
+            probe.of(layer.name) * layer.shape[0] * sum(layer.shape[1:]) for layer in layers
         )
-        one_example = 4 * (ACTIVATIONS * numbers + LOGITS * probe.outputs)
+        example = 4 * (ACTIVATIONS * numbers + LOGITS * probe.outputs)
         # smaller batches where those of the default size would take most of the memory
-        while len(self.longest) * one_example > self.limit // 3 and subject.data.tokens > LEAST:
-            subject.data.tokens //= 2
-            del self.longest
-        wide = len(self.longest) * one_example
-        fixed = planned["statistics"] + planned["decompositions"] + wide
-        example = size_of(subject.data.batch(self.longest[-1:]))
-        length = max((size_of(query.batch) / example for query in queries), default=1.0)
-        one = query_bytes(subject.layers, probe, length, dense=method == "ekfac")
+        while len(data.longest()) * example > self.limit // 3 and data.tokens > LEAST:
+            data.tokens //= 2
+        parts["activations"] = len(data.longest()) * example
+        longest = max((size_of(query.batch) for query in queries), default=probe.size)
+        # the eigenvalues of EK-FAC are no product: its H⁻¹∇ has no rank-one terms
+        query = self._query_bytes(longest / probe.size, dense=method == "ekfac")
         # as many queries to a pass as half of what is left holds, and one at least
-        block = (self.limit - fixed) // 2 // max(1, one)
+        block = (self.limit - sum(parts.values())) // 2 // max(1, query)
         block = max(1, min(len(queries), block))
-        sizes = planned["statistics"], planned["decompositions"], wide, block * one
-        return MemoryPlan(self.limit, *sizes, block=block)
+        return MemoryPlan(self.limit, {**parts, "queries": block * query}, block)
 
-    def terms(self, numbers: Iterable[int]) -> int:
+    def _query_bytes(self, length: float, dense: bool) -> int:
+        """Of H⁻¹∇ of a query `length` times as long as the probed example."""
+        total = 0
+        for layer in self.subject.layers:
+            blocks, outputs, inputs = layer.shape
+            positions = int(length * self.probe.of(layer.name)) + 1
+            if layer.kind == "index":
+                size = positions * (outputs + 1)
+            elif dense:
+                size = outputs * inputs
+            else:
+                size = min(positions * (outputs + inputs), outputs * inputs)
+            total += 4 * blocks * size
+        return total
+
+    def _terms(self, numbers: Iterable[int]) -> int:
         """Loss terms of some examples, at most."""
         lengths = self.subject.data.lengths
-        one = max((self.probe.positions[name] for name in self.lowrank), default=1)
+        one = max((self.probe.of(name) for name in self.lowrank), default=1)
         return sum(one if lengths is None else lengths[number] for number in numbers)
 
     def check_head(self, numbers: Sequence[int]) -> None:
         """Refuse more gradients of a low-rank head than are kept."""
-        terms = self.terms(numbers)
+        terms = self._terms(numbers)
         if self.lowrank and terms > MAX_TERMS:
             fewer = max(1, len(numbers) * MAX_TERMS // terms)
             raise ValueError(
@@ -125,70 +130,26 @@ class Budget:
                 f"{fewer}), or leave the head out"
             )
 
+    @cached_property
+    def probe(self) -> Probe:
+        """One pass over the longest training example."""
+        subject, positions, sizes = self.subject, dict[str, int](), [0]
+        batch = subject.batch(subject.data.longest()[-1:])
 
-def query_bytes(
-    layers: Sequence[Layer], probe: "Probe", length: float = 1.0, dense: bool = False
-) -> int:
-    """Of H⁻¹∇ of one query: rank-one terms, or a matrix where that is smaller, or `dense`."""
-    total = 0
-    for layer in layers:
-        blocks, outputs, inputs = layer.shape
-        positions = int(length * probe.positions.get(layer.name, 0)) + 1
-        terms = positions * (outputs + (1 if layer.kind == "index" else inputs))
-        # the eigenvalues of EK-FAC are no product: its H⁻¹∇ has no rank-one terms
-        total += 4 * blocks * (outputs * inputs if dense else min(terms, outputs * inputs))
-    return total
+        def fold(layer: Layer, uses: Uses) -> None:
+            positions[layer.name] = uses.grads.size(2)
+            sizes.append(uses.grads.numel())
 
-
-@dataclass(frozen=True)
-class Probe:
-    """What one example does in the model: positions of every layer, numbers of the outputs."""
-
-    positions: dict[str, int]
-    outputs: int
+        gradient_passes(subject, [batch]).over(fold, check=False)
+        # a head that is left out has logits all the same
+        if isinstance(subject.loss, Likelihood):
+            with unchanged(subject.model), torch.no_grad():
+                sizes.append(subject.loss.forward(subject.model, batch)[0].numel())
+        return Probe(size_of(batch), positions, max(sizes))
 
 
-def probe_example(
-    model: nn.Module, loss: Loss | Likelihood, batch: Any, layers: Sequence[Layer]
-) -> Probe:
-    """A forward pass of one example, without gradients."""
-    positions: dict[str, int] = {}
-    sizes: list[int] = []
-
-    def hook(name: str, outputs: int) -> Any:
-        def seen(_: nn.Module, __: Any, out: Any) -> None:
-            first = out[0] if isinstance(out, tuple) else out
-            if isinstance(first, Tensor):
-                positions[name] = positions.get(name, 0) + max(1, first.numel() // outputs)
-                sizes.append(first.numel())
-
-        return seen
-
-    handles = []
-    for layer in layers:
-        blocks, outputs, inputs = layer.shape
-        width = inputs if layer.kind == "diagonal" else blocks * outputs
-        handles.append(layer.module.register_forward_hook(hook(layer.name, width)))
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with torch.no_grad():
-            if isinstance(loss, Likelihood):
-                sizes.append(loss.forward(model, batch)[0].numel())
-            else:
-                loss(model, batch)
-    finally:
-        for handle in handles:
-            handle.remove()
-        for module, training in modes.items():
-            module.training = training
-    return Probe(positions, max(sizes, default=0))
-
-
-def _limit(memory: int | None, device: torch.device, ranks: Ranks | None) -> int:
-    """What is given, or half of what is free; the same on all ranks, whose blocks depend on it."""
-    if memory is not None:
-        return memory
+def _default_limit(device: torch.device, ranks: Ranks | None) -> int:
+    """Half of what is free; the same on all ranks, whose blocks of queries depend on it."""
     if ranks is None:
         return available_bytes(device) // 2
     # ranks on one machine share its memory; those of several machines use less than they could

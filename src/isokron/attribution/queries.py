@@ -63,29 +63,24 @@ def _examples(task: Task, part: str, numbers: str, ids: Sequence[str]) -> Iterat
             f"query {part}:{numbers}: {task.name} has no evaluation examples; ask about a text, a "
             "--prompt, or a training example such as train:0"
         )
-    for number in _numbers(part, numbers, len(examples)):
-        batch = examples.batch(torch.tensor([number]))
-        name = f"{part}:{number}"
-        title = ids[number] if part == "train" and ids else name
-        shown = Shown(title=title) if task.show is None else task.show(batch)[0]
-        yield Query(batch, (shown,), name, ("--query", name))
-
-
-def _numbers(part: str, text: str, count: int) -> Iterator[int]:
-    for piece in text.split(","):
+    for piece in numbers.split(","):
         ends = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", piece)
         if ends is None:
             raise ValueError(
-                f"query {part}:{text} must be numbers such as {part}:0 or {part}:0,3-5, got "
+                f"query {part}:{numbers} must be numbers such as {part}:0 or {part}:0,3-5, got "
                 f"{piece!r}"
             )
         first, last = int(ends[1]), int(ends[2] or ends[1])
-        if not first <= last < count:
+        if not first <= last < len(examples):
             raise ValueError(
-                f"query {part}:{piece.strip()} must lie between 0 and {count - 1}, the last of the "
-                f"task's {PARTS[part]} examples"
+                f"query {part}:{piece.strip()} must lie between 0 and {len(examples) - 1}, the "
+                f"last of the task's {PARTS[part]} examples"
             )
-        yield from range(first, last + 1)
+        for number in range(first, last + 1):
+            batch, name = examples.batch(torch.tensor([number])), f"{part}:{number}"
+            title = ids[number] if part == "train" and ids else name
+            shown = Shown(title=title) if task.show is None else task.show(batch)[0]
+            yield Query(batch, (shown,), name, ("--query", name))
 
 
 def _text(task: Task, text: str) -> Query:
@@ -106,15 +101,14 @@ def _prompt(task: Task, model: nn.Module, prompt: str, completion: str | None) -
             "language model; ask with --query"
         )
     batch, shown = task.prompt(model, prompt, completion)
-    words = (
-        ("--prompt", prompt)
-        if completion is None
-        else ("--prompt", prompt, "--completion", completion)
-    )
-    return Query(batch, (shown,), prompt if completion is None else prompt + completion, words)
+    words: tuple[str, ...] = ("--prompt", prompt)
+    if completion is not None:
+        words += ("--completion", completion)
+    return Query(batch, (shown,), prompt + (completion or ""), words)
 
 
 def _file(task: Task, model: nn.Module, path: str) -> list[Query]:
+    # imported only where a file is read: it loads readers of several formats
     from isokron.tasks.documents import read_documents, read_prompts
 
     pairs = read_prompts(path)
@@ -124,9 +118,7 @@ def _file(task: Task, model: nn.Module, path: str) -> list[Query]:
 
 
 def as_queries(
-    queries: Any,
-    collate: Callable[[list[Any]], Any],
-    show: Callable[[Any], list[Shown]] | None,
+    queries: Any, collate: Callable[[list[Any]], Any], show: Callable[[Any], list[Shown]]
 ) -> list[Query]:
     """What `Attributor.score` takes: `Query` values, or examples like those of the training set.
 
@@ -135,9 +127,9 @@ def as_queries(
     if isinstance(queries, Query):
         return [queries]
     if isinstance(queries, Examples):
-        numbers = range(len(queries))
-        batches = [queries.batch(torch.tensor([number])) for number in numbers]
+        batches: list[Any] = [queries.batch(torch.tensor([n])) for n in range(len(queries))]
     else:
+        # a DataLoader has its own order; queries are those of its data set
         source = getattr(queries, "dataset", queries)
         if not hasattr(source, "__getitem__") or not hasattr(source, "__len__"):
             raise ValueError(
@@ -150,9 +142,4 @@ def as_queries(
         batches = [collate([item]) for item in items]
     if not batches:
         raise ValueError("queries must hold at least one example, got none")
-    names = [f"query {number}" for number in range(len(batches))]
-    shown = [
-        tuple(show(batch)) if show is not None else (Shown(title=name),)
-        for batch, name in zip(batches, names, strict=True)
-    ]
-    return [Query(*fields) for fields in zip(batches, shown, names, strict=True)]
+    return [Query(batch, tuple(show(batch)), f"query {n}") for n, batch in enumerate(batches)]

@@ -1,21 +1,42 @@
-"""Scores as a tensor that knows its examples, and as the JSON that a page is made from."""
+"""Scores as a tensor that knows its examples, and as the JSON that a page is made from.
+
+The JSON holds the strongest examples of every query, token by token, with what was asked, how it
+was computed and what the model covers. The scores of all examples are in a safetensors file beside.
+"""
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+import random
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from isokron.attribution.data import to_device, update_hash
+from isokron.attribution.exact import ExactScorer
 from isokron.attribution.queries import Query
+from isokron.attribution.verify import verify
+from isokron.distributed.team import in_turn, share, together
 from isokron.files import write_atomically
 
-FORMAT, VERSION = "isokron scores", 2
-BINS = 40
+if TYPE_CHECKING:
+    from isokron.attribution.attributor import Attributor
+
+FORMAT = {"format": "isokron scores", "version": 2}
+BINS = 40  # of the histogram of all scores
 NOISE = 2.0  # standard errors below which a score says nothing
+TINY = 1e-30
+RULES = {
+    "none": "no curvature was fitted: H is the identity",
+    "ekfac": "{:g} of each layer's mean eigenvalue, added to all its eigenvalues",
+}
+RULE = "{:g} of each layer's mean eigenvalue, split over the two sides of the curvature"
+Signs = tuple[list[int], list[int]]  # numbers of proponents and of opponents
 
 
 class Ranked(NamedTuple):
@@ -53,51 +74,33 @@ class Scores(Tensor):
     noise: Any
     why: str
     answers: list[dict[str, Any]]
-    _by_layer: Tensor | None
-    _compute: dict[str, Callable[[], Any]]
-
-    @staticmethod
-    def of(
-        scores: Tensor,
-        ids: list[str],
-        *,
-        by_layer: Tensor | None = None,
-        layers: Sequence[str] = (),
-        noise: Any = None,
-        why: str = "",
-        compute: dict[str, Callable[[], Any]] | None = None,
-    ) -> "Scores":
-        result = scores.as_subclass(Scores)
-        result.ids, result.noise, result.why = ids, noise, why
-        result.layers, result._by_layer = tuple(layers), by_layer
-        result._compute, result.answers = compute or {}, []
-        return result
+    compute_by_layer: Callable[[], Any]
+    compute_tokens: Callable[[], list[dict[int, list[float]]]]
 
     def top(self, count: int = 10) -> list[Top]:
         """The strongest proponents and opponents of every query."""
         if count < 1:
             raise ValueError(f"count must be at least 1, got {count}")
-        rows = self.as_subclass(Tensor)
-        return [Top(*(self._ranked(row, numbers) for numbers in top(row, count))) for row in rows]
 
-    @property
+        def ranked(row: Tensor, numbers: list[int]) -> list[Ranked]:
+            return [Ranked(number, self.ids[number], float(row[number])) for number in numbers]
+
+        rows = self.as_subclass(Tensor)
+        return [Top(*(ranked(row, numbers) for numbers in top(row, count))) for row in rows]
+
+    @cached_property
     def by_layer(self) -> Tensor:
         """Scores of every layer, [queries, layers, examples]; computed when first asked for."""
-        if self._by_layer is None:
-            self._by_layer, self.layers = self._compute["by_layer"]()
-        return self._by_layer
+        layered: Tensor = self.compute_by_layer()
+        return layered
 
-    @property
+    @cached_property
     def tokens(self) -> list[dict[int, list[float]]]:
         """For every query, scores of the tokens of its ten strongest examples of either sign."""
-        result: list[dict[int, list[float]]] = self._compute["tokens"]()
-        return result
-
-    def _ranked(self, row: Tensor, numbers: list[int]) -> list[Ranked]:
-        return [Ranked(number, self.ids[number], float(row[number])) for number in numbers]
+        return self.compute_tokens()
 
 
-def top(scores: Tensor, count: int) -> tuple[list[int], list[int]]:
+def top(scores: Tensor, count: int) -> Signs:
     """Numbers of the largest positive and of the most negative scores [N]; the first of equals."""
     order = scores.argsort(descending=True, stable=True)[:count]
     opposite = (-scores).argsort(descending=True, stable=True)[:count]
@@ -106,13 +109,25 @@ def top(scores: Tensor, count: int) -> tuple[list[int], list[int]]:
     return positive, negative
 
 
-def histogram(scores: Tensor, bins: int = BINS) -> tuple[list[float], list[int]]:
+def token_table(
+    exact: ExactScorer, queries: Sequence[Query], scores: Tensor, damping: float
+) -> list[dict[int, list[float]]]:
+    """For every query, token scores of its ten strongest examples of either sign."""
+    table = []
+    for query, row in zip(queries, scores.as_subclass(Tensor), strict=False):
+        proponents, opponents = top(row, 10)
+        gradients = exact.gradients([query], damping)
+        table.append(exact.example_tokens([*proponents, *opponents], gradients)[0])
+    return table
+
+
+def histogram(scores: Tensor) -> tuple[list[float], list[int]]:
     """Edges and counts over the range of the scores."""
     low, high = float(scores.min()), float(scores.max())
     if not low < high:
         low, high = low - 0.5, high + 0.5
-    counts = torch.histc(scores.double(), bins, low, high)
-    return torch.linspace(low, high, bins + 1, dtype=torch.float64).tolist(), counts.int().tolist()
+    counts = torch.histc(scores.double(), BINS, low, high)
+    return torch.linspace(low, high, BINS + 1, dtype=torch.float64).tolist(), counts.int().tolist()
 
 
 def check_finite(scores: Tensor, queries: Sequence[Query], ids: Sequence[str]) -> None:
@@ -128,32 +143,234 @@ def check_finite(scores: Tensor, queries: Sequence[Query], ids: Sequence[str]) -
     )
 
 
-def name_of(queries: Sequence[Query], settings: dict[str, Any]) -> str:
+def default_name(queries: Sequence[Query], settings: Mapping[str, Any]) -> str:
     """A file name that the queries and settings determine."""
-    digest = hashlib.sha256(json.dumps([settings, [q.name for q in queries]]).encode())
+    # the same command writes over its own file, and another one begins a new file
+    total = hashlib.sha256(json.dumps([settings, [q.name for q in queries]]).encode())
     for query in queries:
-        _update(digest, query.batch)
-    return digest.hexdigest()[:12]
+        update_hash(total, query.batch)
+    return total.hexdigest()[:12]
 
 
-def _update(digest: Any, batch: Any) -> None:
-    if isinstance(batch, Tensor):
-        flat = batch.detach().cpu().contiguous().flatten()
-        digest.update(flat.view(torch.uint8).numpy().tobytes())
-    elif isinstance(batch, dict):
-        for key in batch:
-            _update(digest, batch[key])
-    elif isinstance(batch, tuple | list):
-        for part in batch:
-            _update(digest, part)
+@dataclass(frozen=True, eq=False)
+class Explanation:
+    """What one call of `Attributor.score` writes down. losses: of all examples, [N]."""
+
+    attributor: "Attributor"
+    queries: Sequence[Query]
+    scores: Scores
+    settings: dict[str, Any]
+    losses: Tensor
+
+    def write(self, name: str | None) -> list[dict[str, Any]]:
+        """Answer every query, ranks sharing them, and write both files; the answers."""
+        subject, folder = self.attributor.subject, self.attributor.folder
+        alone = self.settings["mode"] == "individual"
+        asked = [[query] for query in self.queries] if alone else [list(self.queries)]
+        numbers = share(subject.ranks, len(asked))
+        answers: dict[int, Any] = {}
+        with together(subject.ranks, "answering queries"):
+            for number in numbers:
+                answers[number] = self._answer(asked[number], number)
+                subject.progress("answer", len(answers), len(numbers))
+        if subject.ranks is not None:
+            # every rank returns all answers
+            texts = subject.ranks.gather_text(json.dumps(answers))
+            answers = {int(k): v for text in texts for k, v in json.loads(text).items()}
+        ordered = [answers[number] for number in sorted(answers)]
+        name = name or default_name(self.queries, self.settings)
+        record = {**FORMAT, "name": name, **self._head(), "answers": ordered}
+        content = json.dumps(record, ensure_ascii=False, indent=1, allow_nan=False)
+        tensors = {"scores": self.scores.as_subclass(Tensor).contiguous()}
+        if self.settings["by_layer"]:
+            tensors["by_layer"] = self.scores.by_layer.contiguous()
+        with in_turn(subject.ranks, "writing scores"):
+            if folder.leads:
+                folder.scores.mkdir(exist_ok=True)
+                # the JSON last, since readers look for it
+                write_atomically(folder.scores / f"{name}.safetensors", [save(tensors)])
+                write_atomically(folder.scores / f"{name}.json", [content.encode(), b"\n"])
+        return ordered
+
+    def _head(self) -> dict[str, Any]:
+        """What was asked of which model, and how it was computed."""
+        a, settings, noise = self.attributor, self.settings, self.scores.noise
+        fit = a.folder.stage("fit") or {"method": "none", "fisher": "none"}
+        build = a.folder.stage("build") if settings["store"] else None
+        # loss terms that the curvature is a mean over
+        terms = None if a.curvature is None else next(iter(a.curvature.layers.values())).terms
+        model = a.source.get("model") or a.source.get("task") or type(a.subject.model).__name__
+        return {
+            "command": command_of(a.source, fit, build, settings, self.queries),
+            "run": {
+                "model": model,
+                "data": a.source.get("data") or "",
+                "examples": len(a.data),
+                "terms": terms,
+            },
+            "method": {
+                "method": fit["method"],
+                "fisher": fit["fisher"],
+                "damping": settings["damping"],
+                "damping_rule": RULES.get(fit["method"], RULE).format(settings["damping"]),
+                "scoring": "store" if settings["store"] else "exact",
+                "why": self.scores.why,
+                "dim": (build or {}).get("dim") or None,
+                "mode": settings["mode"],
+                "unit": settings["unit"],
+                "coverage": {
+                    "covered": a.selection.covered,
+                    "total": a.selection.total,
+                    "summary": a.selection.summary(),
+                    "left_out": [asdict(layer) for layer in a.selection.left_out],
+                },
+            },
+            "noise": noise and {"spearman": noise.spearman, "sample": noise.sample},
+            "layers": list(self.scores.layers) if settings["by_layer"] else [],
+            "queries": [query.name for query in self.queries],
+        }
+
+    def _answer(self, queries: Sequence[Query], number: int) -> dict[str, Any]:
+        """The answer to one query, or to several that were asked together."""
+        row, noise = self.scores.as_subclass(Tensor)[number], self.scores.noise
+        signs = top(row, self.settings["top"])
+        shown = [shown for query in queries for shown in query.shown]
+        answer = {
+            "query": ", ".join(query.name for query in queries),
+            "shown": [example.to_json() for example in shown],
+            "loss": None,
+            "tokens_counted": None,
+            "token_losses": [],
+            "token_scores": [],
+            "said": None,
+            "generated": any(example.generated for example in shown),
+            "standard_error": None if noise is None else noise.standard_error[number],
+            "positive": float(row.clamp_min(0).sum()),
+            "calibration": None,
+            "verify": None,
+        }
+        # tokens of examples are scored for one query, not for several that were asked together
+        tokens: dict[int, list[float]] = {}
+        lengths: dict[int, float] = {}
+        if len(queries) == 1:
+            tokens, lengths = self._explain_(answer, queries[0], signs)
+        for side, numbers in zip(("proponents", "opponents"), signs, strict=True):
+            answer[side] = [
+                self._item(answer, number, n, tokens.get(n, []), lengths.get(n)) for n in numbers
+            ]
+        return {**answer, "histogram": list(histogram(row))}
+
+    def _explain_(
+        self, answer: dict[str, Any], query: Query, signs: Signs
+    ) -> tuple[dict[int, list[float]], dict[int, float]]:
+        """Add to the answer what the model says of a single query and where in it influence lies.
+
+        By example: scores of its tokens, and |q||t|, of which its score is the cosine's multiple.
+        """
+        a, damping = self.attributor, self.settings["damping"]
+        gradients = a.exact.gradients([query], damping)
+        count = len(query.shown[0].tokens)
+        losses = aligned(gradients.token_losses[0], count)
+        answer |= {"loss": gradients.losses[0], "token_losses": losses}
+        answer["tokens_counted"] = sum(loss != 0 for loss in losses) or None
+        if a.task is not None and a.task.said is not None:
+            batch = to_device(query.batch, a.subject.device)
+            answer["said"] = a.task.said(a.subject.model, batch)
+        answer["verify"] = self._verify(query, signs)
+        if signs[0] and count > 1:
+            answer["token_scores"] = aligned(a.exact.query_tokens(query, signs[0], damping), count)
+        tokens, squares = a.exact.example_tokens([*signs[0], *signs[1]], gradients)
+        norm = max(0.0, gradients.squares[0]) ** 0.5
+        lengths = {n: max(norm * square**0.5, TINY) for n, square in squares.items()}
+        if self.settings["unit"]:
+            # so that they add up to the cosine that is shown
+            tokens = {n: [value / lengths[n] for value in tokens[n]] for n in tokens}
+        return tokens, lengths
+
+    def _item(
+        self,
+        answer: Mapping[str, Any],
+        query: int,
+        example: int,
+        token_scores: list[float],
+        length: float | None,
+    ) -> dict[str, Any]:
+        """One training example among the top of a query."""
+        a, settings = self.attributor, self.settings
+        score, positive = float(self.scores[query, example]), answer["positive"]
+        error = answer["standard_error"]
+        shown = a.show(a.data.batch([example]))[0]
+        tokens = len(shown.tokens)
+        # by the exact score, also where the one that ranks is projected
+        cosine = score if settings["unit"] else sum(token_scores) / length if length else None
+        layers = self.scores.by_layer[query, :, example].tolist() if settings["by_layer"] else []
+        return {
+            "example": example,
+            "id": a.data.ids[example],
+            "score": score,
+            "share": score / positive if positive > 0 else 0.0,
+            "nats": None,
+            "per_token": score / tokens if tokens > 1 else None,
+            "cosine": cosine,
+            "tokens_counted": tokens or None,
+            "loss": float(self.losses[example]),
+            "noisy": error is not None and abs(score) < NOISE * error,
+            "tokens": aligned(token_scores, tokens),
+            "layers": layers,
+            "shown": shown.to_json(),
+        }
+
+    def _verify(self, query: Query, signs: Signs) -> dict[str, Any] | None:
+        """Real steps on the top examples; None if not asked for, or without proponents."""
+        proponents, opponents = signs
+        if not self.settings["verify"] or not proponents:
+            return None
+        subject = self.attributor.subject
+        # the same random examples in every run
+        others = sorted(set(range(len(subject.data))) - {*proponents, *opponents})
+        drawn = random.Random(0).sample(others, min(len(proponents), len(others))) or proponents
+        changes = verify(
+            subject.model,
+            subject.loss,
+            to_device(query.batch, subject.device),
+            subject.batch,
+            {"proponents": proponents, "random": drawn, "opponents": opponents},
+        )
+        return {"examples": len(proponents), **changes}
 
 
-def write_scores(folder: Path, record: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Both files, each whole or not at all; the JSON last, since readers look for it."""
-    folder.mkdir(exist_ok=True)
-    name = record["name"]
-    contiguous = {key: tensor.contiguous() for key, tensor in tensors.items()}
-    write_atomically(folder / f"{name}.safetensors", [save(contiguous)])
-    head = {"format": FORMAT, "version": VERSION}
-    content = json.dumps({**head, **record}, ensure_ascii=False, indent=1, allow_nan=False)
-    write_atomically(folder / f"{name}.json", [content.encode(), b"\n"])
+def aligned(values: Sequence[float], count: int) -> list[float]:
+    """Values of the last `count` positions that have any: those of the tokens that are shown.
+
+    Positions before them belong to the context, and positions after them are padding.
+    """
+    end = max((k + 1 for k, value in enumerate(values) if value != 0), default=0)
+    end = max(end, min(count, len(values)))
+    return list(values[max(0, end - count) : end]) if count else []
+
+
+def command_of(
+    source: Mapping[str, Any],
+    fit: Mapping[str, Any],
+    build: Mapping[str, Any] | None,
+    settings: Mapping[str, Any],
+    queries: Sequence[Query],
+) -> str | None:
+    """The command that computes these scores in a folder RUN; None for a run made in Python."""
+    if not source:
+        return None
+    options = {**source, "method": fit["method"], "fisher": fit["fisher"]}
+    options |= {"fit_examples": fit.get("examples"), "mode": settings["mode"]}
+    options["top"] = settings["top"]
+    if build is not None:
+        options |= {"dim": build["dim"], "store_dtype": build["dtype"]}
+    options |= {flag: settings[flag] or None for flag in ("unit", "by_layer", "verify")}
+    words = ["isokron", "attribute", "RUN"]
+    for key, value in options.items():
+        name = key.replace("_", "-")
+        for part in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(part, bool):
+                words.append(f"--{name}" if part else f"--no-{name}")
+            elif part is not None and part != "":
+                words += [f"--{name}", shlex.quote(str(part))]
+    return " ".join([*words, *(shlex.quote(word) for query in queries for word in query.words)])

@@ -11,7 +11,6 @@ report.html          the page
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,51 +27,35 @@ RECORD = "run.json"
 WEIGHTS = "weights.safetensors"
 # what may be there before run.json: weights, and what a killed process had begun to write
 EARLY = (WEIGHTS, f".{WEIGHTS}.tmp", f".{RECORD}.tmp")
-FORMAT, VERSION = "isokron run", 2
+FORMAT = {"format": "isokron run", "version": 2}
+VERSIONS = {"isokron": __version__, "torch": torch.__version__}
 
 
-@dataclass(frozen=True, eq=False)
 class RunFolder:
-    """The folder of a run, begun or taken up by `RunFolder.begin`."""
+    """Begins a run in a folder, or takes up the one that is there; another source is refused.
 
-    path: Path
-    ranks: Ranks | None = None
+    source: JSON-able; the model, the data and where they come from.
+    """
 
-    @staticmethod
-    def begin(path: str | Path, source: Mapping[str, Any], ranks: Ranks | None) -> "RunFolder":
-        """Take up the run in a folder, or begin one; a run of another source is refused.
-
-        `source`: JSON-able; the model, the data and where they come from.
-        """
-        folder = RunFolder(Path(path), ranks)
+    def __init__(self, path: Path, source: Mapping[str, Any], ranks: Ranks | None) -> None:
+        self.path, self.ranks = path, ranks
+        self.curvature, self.gradients, self.scores = (
+            path / name for name in ("curvature", "gradients", "scores")
+        )
+        # whether this process writes what is written once
+        self.leads = ranks is None or ranks.rank == 0
         if ranks is not None:
             ranks.agree("a run's model and data", dict(source))
         with in_turn(ranks, f"beginning {path}"):
-            if not (folder.path / RECORD).exists():
-                folder._create(source)
-            record = read_record(folder.path)
-            check_same(folder.path, "source", record["source"], source)
-        began = {name: record[name] for name in versions()}
-        if began != versions():
-            logger.warning("%s was begun with %s, and this is %s", path, began, versions())
-        return folder
-
-    @property
-    def leads(self) -> bool:
-        """Whether this process writes what is written once."""
-        return self.ranks is None or self.ranks.rank == 0
-
-    @property
-    def curvature(self) -> Path:
-        return self.path / "curvature"
-
-    @property
-    def gradients(self) -> Path:
-        return self.path / "gradients"
-
-    @property
-    def scores(self) -> Path:
-        return self.path / "scores"
+            if not (path / RECORD).exists():
+                check_folder(path)
+                path.mkdir(parents=True, exist_ok=True)
+                self._write({"source": dict(source), "stages": {}})
+            record = read_record(path)
+            check_same(path, "source", record["source"], source)
+        began = {name: record[name] for name in VERSIONS}
+        if began != VERSIONS:
+            logger.warning("%s was begun with %s, and this is %s", path, began, VERSIONS)
 
     def stage(self, name: str) -> dict[str, Any] | None:
         """The settings of a stage that was begun, finished or not."""
@@ -88,20 +71,14 @@ class RunFolder:
             self.ranks.agree(f"the settings of {name}", dict(settings))
         with in_turn(self.ranks, f"entering {name}"):
             record = read_record(self.path)
-            earlier = record["stages"].get(name)
-            if earlier is None:
+            if name in record["stages"]:
+                check_same(self.path, name, record["stages"][name], settings)
+            else:
                 record["stages"][name] = dict(settings)
                 self._write(record)
-            else:
-                check_same(self.path, name, earlier, settings)
-
-    def _create(self, source: Mapping[str, Any]) -> None:
-        check_folder(self.path)
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._write({"source": dict(source), "stages": {}})
 
     def _write(self, record: Mapping[str, Any]) -> None:
-        content = {"format": FORMAT, "version": VERSION, **versions(), **record}
+        content = {**FORMAT, **VERSIONS, **record}
         text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
         write_atomically(self.path / RECORD, [text.encode()])
 
@@ -117,10 +94,6 @@ def check_folder(path: Path) -> None:
         )
 
 
-def versions() -> dict[str, str]:
-    return {"isokron": __version__, "torch": torch.__version__}
-
-
 def read_record(folder: Path) -> dict[str, Any]:
     """The validated content of run.json."""
     path = folder / RECORD
@@ -130,19 +103,21 @@ def read_record(folder: Path) -> dict[str, Any]:
         raise FileNotFoundError(
             f"no run in {folder}: {RECORD} is missing; begin one with: isokron attribute {folder}"
         ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}; begin a new run") from None
     head = record if isinstance(record, dict) else {}
-    if (head.get("format"), head.get("version")) != (FORMAT, VERSION):
+    if {name: head.get(name) for name in FORMAT} != FORMAT:
         raise ValueError(
             f"{path} is {head.get('format')!r} of version {head.get('version')!r}, this isokron "
-            f"{__version__} reads {FORMAT!r} of version {VERSION}; begin a new run"
+            f"{__version__} reads {FORMAT['format']!r} of version {FORMAT['version']}; begin a new "
+            "run"
         )
     return record
 
 
 def check_same(folder: Path, stage: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
     """Refuse settings that differ, naming each."""
+    # as they are read from the file: tuples are lists there
     old, new = (json.loads(json.dumps(dict(settings))) for settings in (old, new))
     names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
     if names:
