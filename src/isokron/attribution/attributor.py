@@ -23,13 +23,12 @@ from isokron.attribution.data import (
 from isokron.attribution.evaluate import Noise
 from isokron.attribution.exact import ExactScorer
 from isokron.attribution.explanation import Explanation, token_table
-from isokron.attribution.gradients import DTYPES, SPEARMAN, StoreScorer
+from isokron.attribution.gradients import SPEARMAN, StoreScorer
 from isokron.attribution.memory import Budget, MemoryPlan
-from isokron.attribution.projection import Projection
 from isokron.attribution.queries import Query, as_queries, read_queries
 from isokron.attribution.results import Scores
 from isokron.attribution.run_folder import RunFolder, check_same
-from isokron.attribution.store import Store
+from isokron.attribution.store import DTYPES, Store
 from isokron.curvature import Curvature, find_layers
 from isokron.curvature import fit as fit_curvature
 from isokron.curvature.backward import probe_layers
@@ -234,43 +233,38 @@ class Attributor:
                 "score exactly (--no-store)"
             )
         subject = replace(self.subject, layers=layers)
-        return StoreScorer(subject, self.curvature, ExactScorer(subject, self.inverse))
+        return StoreScorer(subject, ExactScorer(subject, self.inverse))
 
     def build(
         self,
         dim: int | None = None,
         *,
-        whiten: bool | None = None,
         damping: float = DAMPING,
         dtype: str = "float32",
-        kind: str = "rademacher",
         seed: int = 0,
         queries: Any = None,
     ) -> "Attributor":
         """Store the gradients of all training examples, to answer queries without the data.
 
         Args:
-            dim: gradients are projected to dim × dim a layer; 0: not projected. Default: the
-                smallest power of two from 16 on whose scores have a rank correlation of 0.9 with
-                exact ones, measured on a sample.
-            whiten: fold the curvature into the rows; default: wherever it has two sides.
+            dim: a row has dim × dim numbers of every layer, or all of a smaller layer. Default:
+                the smallest power of two from 16 on whose scores have a rank correlation of 0.9
+                with exact ones, measured on a sample.
             damping: of H, as a multiple of each layer's mean eigenvalue.
             dtype: "float32", "bfloat16" or "float16".
-            kind: random numbers of the projection, "rademacher" or "normal".
             seed: of the projection.
             queries: for which the default dimension is chosen; default: some training examples.
         """
         settings: dict[str, Any] = {
             "dim": dim,
-            "whiten": self._whitens(whiten),
             "damping": check_damping(damping),
             "dtype": dtype,
-            "kind": kind,
             "seed": seed,
         }
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {tuple(DTYPES)}, got {dtype!r}")
-        Projection(dim or 16, kind, seed)
+        if dim is not None and dim < 1:
+            raise ValueError(f"dim must be a whole number of at least 1, got {dim!r}")
         limit = self.budget.limit
         earlier = self.folder.stage("build")
         if dim is None and earlier is not None:
@@ -289,19 +283,9 @@ class Attributor:
         self._stored.build(self.folder.gradients, settings, recorded, limit)
         return self
 
-    def _whitens(self, whiten: bool | None) -> bool:
-        method = (self.folder.stage("fit") or {}).get("method")
-        sides = method not in (None, "ekfac")
-        if whiten and not sides:
-            raise ValueError(
-                "whiten=True needs curvature of two sides (kfac, tkfac or shampoo), got "
-                f"{method!r}; fit one of these, or leave whiten out"
-            )
-        return sides if whiten is None else whiten
-
     def _recorded(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """What decides the numbers of a store."""
-        fit = self.folder.stage("fit") if settings["whiten"] else None
+        fit = self.folder.stage("fit")
         return {"build": dict(settings), "fit": fit, "weights": self.weights}
 
     @cached_property
@@ -312,7 +296,7 @@ class Attributor:
             return None
         store = Store.open(self.folder.gradients)
         wanted = self._recorded(settings)
-        stored = {name: store.settings.get(name) for name in wanted}
+        stored = {name: store.schema.settings.get(name) for name in wanted}
         check_same(self.folder.gradients, "store", stored, wanted)
         return store
 
@@ -406,8 +390,7 @@ class Attributor:
             scored = self._stored.scores(
                 self.store, build, queries, memory=self.budget.limit // 4, **options
             )
-            if build["dim"]:
-                noise = self._stored.noise(queries, scored.scores, damping, plan.block, mean)
+            noise = self._stored.noise(queries, scored.scores, damping, plan.block, mean)
         else:
             plan.check()
             scored = self.exact.scores(queries, damping, block=plan.block, **options)
@@ -427,11 +410,11 @@ class Attributor:
         stage = self.folder.stage("build") if use_store else None
         if damping is not None:
             check_damping(damping)
-        if stage is None or not stage["whiten"]:
+        if stage is None:
             return DAMPING if damping is None else damping
         if damping not in (None, stage["damping"]):
             raise ValueError(
-                f"damping {damping:g} differs from that of the whitened store, "
+                f"damping {damping:g} differs from that of the store, "
                 f"{stage['damping']:g}, which is folded into its rows; leave it out, or score "
                 "exactly (--no-store)"
             )
@@ -457,21 +440,19 @@ class Attributor:
         dim: int,
         *,
         damping: float = DAMPING,
-        whiten: bool = True,
         seed: int = 0,
     ) -> Tensor:
         """Scores [Q, N] that a store of this dimension would give, computed without one."""
-        settings = {"dim": dim, "kind": "rademacher", "seed": seed}
-        settings |= {"whiten": whiten, "damping": damping}
+        settings = {"dim": dim, "damping": damping, "seed": seed}
         return self._stored.computed_scores(settings, queries, range(len(self.data)))
 
     def self_influence(self, damping: float | None = None, store: bool | None = None) -> Tensor:
         """⟨∇, H⁻¹∇⟩ of every training example, [N]: large for what is rare or mislabelled.
 
-        A whitened store has it as the squared lengths of its rows; else it takes a pass.
+        A store has it as the squared lengths of its rows; else it takes a pass.
         """
         stage = self.folder.stage("build")
-        use_store = store is not False and stage is not None and stage["whiten"]
+        use_store = store is not False and stage is not None
         damping = self._damping(damping, use_store)
         if use_store and self.store is not None:
             return self._stored.self_influence(self.store, self.budget.limit // 4)
