@@ -1,9 +1,14 @@
-"""A real step on examples changes a query's loss as autograd says, and the model not at all."""
+"""Real steps change a query's loss as autograd and retraining say, and the model not at all."""
 
+from pathlib import Path
+from statistics import median
+
+import logistic
 import torch
 from torch import Tensor, nn
 
-from isokron.attribution.verify import verify
+from isokron import Attributor
+from isokron.attribution.verify import calibrate, verify
 from isokron.curvature.losses import CrossEntropy
 
 
@@ -51,3 +56,49 @@ def test_half_precision_takes_a_step_that_is_not_lost_in_rounding() -> None:
     )
     assert changes["proponents"] is not None
     assert changes["proponents"] < 0
+
+
+def test_predicted_nats_are_those_of_models_trained_without_an_example(tmp_path: Path) -> None:
+    """Scores over the number of loss terms overstate these removals 3 to 8 times."""
+    examples = 300
+    task = logistic.digits(examples)
+    model = logistic.fit(task, torch.arange(examples), 0)
+    a = Attributor(tmp_path, model, task=task).fit()
+    inverse = a.inverse(0.1)
+    assert inverse is not None
+    queries = a.queries(["eval:0-5"])
+    scores = a.score(queries, save=False).as_subclass(Tensor)
+
+    def loss_of(network: nn.Module, query: int) -> float:
+        with torch.no_grad():
+            return float(task.losses(network, queries[query].batch).sum())
+
+    ratios, overstated = [], []
+    for query, row in enumerate(scores):
+        best = row.topk(5).indices.tolist()
+        total = float(row[best].sum())
+        subject, batch = a.subject, queries[query].batch
+        nats = calibrate(
+            model, subject.loss, batch, subject.batch, best, a.data.plan(), inverse, total
+        )
+        assert nats is not None
+        left_out = best[0]
+        rest = torch.tensor([number for number in range(examples) if number != left_out])
+        change = loss_of(logistic.fit(task, rest, 0), query) - loss_of(model, query)
+        ratios.append(nats * float(row[left_out]) / change)
+        overstated.append(float(row[left_out]) / examples / change)
+    assert 0.5 < median(ratios) < 2
+    assert median(overstated) > 3
+    assert not any(param.requires_grad is False for param in model.parameters())
+
+
+def test_what_is_not_linear_has_no_predicted_nats(tmp_path: Path) -> None:
+    task = logistic.digits(100)
+    model = logistic.fit(task, torch.arange(100), 0)
+    a = Attributor(tmp_path, model, task=task).fit()
+    query = a.queries(["eval:0"])[0]
+    arguments = (model, a.subject.loss, query.batch, a.subject.batch, [3], a.data.plan())
+    inverse = a.inverse(0.1)
+    assert inverse is not None
+    assert calibrate(*arguments, inverse, -1e6) is None  # scores of the other sign
+    assert calibrate(*arguments, inverse, 0.0) is None

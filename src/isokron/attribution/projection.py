@@ -62,8 +62,8 @@ def width(layer: Layer, dim: int) -> int:
 class Encoder:
     """Rows of one layer: fold(scale ⊙ L∇Rᵀ).
 
-    left: L [B, o, o], or [B, o] where it is diagonal; right: R [B, i, i] or [1, i]. Both include the
-    random signs. scale: [B, o, i] or None.
+    left: L [B, o, o], or [B, o] where it is diagonal; right: R [B, i, i] or [1, i]. Both include
+    the random signs. scale: [B, o, i] or None.
     """
 
     layer: Layer
