@@ -47,8 +47,8 @@ STORE_ROWS = 2**12
 SETTINGS = """\
 isokron kfac: `attribute`, one process: K-FAC, exact scores in a pass over the data, the default; a
   page and the scores of single tokens are made too. Damping 0.1 by sides.
-isokron kfac, store: the same with `--dim 16`: rows whitened and projected to 16×16 a layer, scored
-  from the store, and its noise measured against exact scores of 64 documents.
+isokron kfac, store: the same with `--dim 16`: gradients whitened and folded to 16×16 numbers a
+  layer, scored from the store, and its noise measured against exact scores of 64 documents.
 isokron kfac, fitted to an eighth: the same, but that curvature is of every eighth document.
 isokron kfac, 2 commands: the same by `fit` and `score`, each a process; no page.
 isokron ekfac: `attribute --method ekfac`, exact scores, one process; the page and the scores of
@@ -337,15 +337,13 @@ def opened(inputs: Inputs, folder: Path) -> Any:
 
 def building(args: argparse.Namespace, inputs: Inputs) -> None:
     """No model is loaded and nothing is written while the clock runs."""
-    from isokron.attribution.projection import Projection, collect, encoding
+    from isokron.attribution.projection import collect, encoders
 
     with tempfile.TemporaryDirectory(dir=inputs.folder) as folder:
         run = opened(inputs, Path(folder) / "run").fit()
     subject = run.subject
-    encodings = {
-        f"rows whitened to {dim}×{dim}": encoding(
-            subject.layers, Projection(dim), whiten=run.curvature
-        )
+    ways = {
+        f"rows folded to {dim}×{dim}": encoders(subject.layers, dim, 0, run.inverse())
         for dim in (DIM, 32)
     }
     batches = list(subject.batches(run.data.plan(range(512))))
@@ -357,11 +355,11 @@ def building(args: argparse.Namespace, inputs: Inputs) -> None:
             terms, weights = subject.loss(subject.model, batch)
             (terms * weights).sum().backward()
 
-    def rows(encoding: Any) -> None:
-        collect(subject.model, batches, subject.loss, encoding, lambda *_: None)
+    def rows(by_name: Any) -> None:
+        collect(subject.model, batches, subject.loss, by_name, lambda *_: None)
 
     timed = {"forward and backward": plain} | {
-        name: partial(rows, encoding) for name, encoding in encodings.items()
+        name: partial(rows, by_name) for name, by_name in ways.items()
     }
     taken = interleaved(timed, max(5, args.rounds), warmup=1)
     base = taken["forward and backward"]
@@ -372,7 +370,7 @@ def building(args: argparse.Namespace, inputs: Inputs) -> None:
 
 def scoring(args: argparse.Namespace, inputs: Inputs) -> None:
     """Rows of a store on disk (and, by then, in the cache of its pages) against those in memory."""
-    from isokron.attribution.store import StoreWriter
+    from isokron.attribution.store import Schema, Store
 
     width = 16 * 2**10
     torch.manual_seed(0)
@@ -380,21 +378,14 @@ def scoring(args: argparse.Namespace, inputs: Inputs) -> None:
     queries = torch.randn(QUERIES, width)
     with tempfile.TemporaryDirectory(dir=inputs.folder) as folder:
         half = STORE_ROWS // 2
-        writer = StoreWriter.open(
-            Path(folder) / "store",
-            settings={},
-            columns={"rows": (width,)},
-            examples=STORE_ROWS,
-            examples_per_shard=half,
-        )
-        for span in writer.missing():
-            names = [str(i) for i in range(span.first, span.last)]
-            writer.write(span.number, rows[span.first : span.last], ids=names)
-        store = writer.finish()
+        schema = Schema({}, {"rows": width}, STORE_ROWS, half)
+        store = Store.begin(Path(folder) / "store", schema)
+        for number, first, last in store.missing():
+            store.write(number, rows[first:last], [str(i) for i in range(first, last)], {})
+        store.finish()
 
         def read() -> Tensor:
-            blocks = store.blocks(2**28)
-            return torch.cat([queries @ rows.mT for _, rows in blocks], 1)
+            return torch.cat([queries @ block.mT for block in store.blocks(2**28)], 1)
 
         def product() -> Tensor:
             return queries @ rows.mT

@@ -30,11 +30,10 @@ from torch import Tensor, nn
 from isokron import tasks
 from isokron.attribution import Attributor, Query
 from isokron.attribution.evaluate import (
-    Retrained,
-    compression,
     lds_by_query,
     mislabel_auc,
     retrain,
+    spearman,
     subsets,
     with_flipped_labels,
 )
@@ -158,9 +157,10 @@ def logistic(data: str, count: int, asked: int) -> None:
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         halves = subsets(count, len(everything))
-        outcome = retrain(Path(folder), task, minimum, halves, [batch])
+        losses = retrain(Path(folder), task, minimum, halves, [batch])
     print(f"  retrained in {time.perf_counter() - start:.0f} s")
-    _show("Hessian, λ", outcome, hessian_scores(run, queries))
+    show = partial(_show, halves, losses)
+    show("Hessian, λ", hessian_scores(run, queries))
     for method, fisher in (("ekfac", "exact"), ("kfac", "exact"), ("kfac", "empirical")):
         curvature = curvature_of(run, method, fisher=fisher)
         ways = {
@@ -169,22 +169,22 @@ def logistic(data: str, count: int, asked: int) -> None:
         }
         for name, inverse in ways.items():
             scores = kronecker_scores(run, queries, inverse)
-            _show(f"{method}, {fisher} Fisher, {name}", outcome, scores)
-    _show("gradients alone", outcome, kronecker_scores(run, queries, None))
+            show(f"{method}, {fisher} Fisher, {name}", scores)
+    show("gradients alone", kronecker_scores(run, queries, None))
     wrong, flipped = with_flipped_labels(task, 0.1, seed=0)
     fooled = opened(wrong, minimum(wrong, everything, 0)).fit()
     own = fooled.self_influence()
-    losses = task.losses(fooled.subject.model, wrong.train.batch(everything)).detach()
+    fooled_losses = task.losses(fooled.subject.model, wrong.train.batch(everything)).detach()
     print(
         f"  10 % wrong labels: AUC {mislabel_auc(own, flipped):.3f} by self-influence (kfac), "
-        f"{mislabel_auc(losses, flipped):.3f} by loss"
+        f"{mislabel_auc(fooled_losses, flipped):.3f} by loss"
     )
 
 
-def _show(name: str, outcome: Retrained, scores: Tensor) -> None:
-    found = lds_by_query(scores, outcome)
-    error = float(found.std()) / len(found) ** 0.5
-    print(f"  LDS {float(found.mean()):.3f} ± {error:.3f}  {name}", flush=True)
+def _show(members: Tensor, losses: Tensor, name: str, scores: Tensor) -> None:
+    lds = lds_by_query(scores, members, losses)
+    error = float(lds.std()) / len(lds) ** 0.5
+    print(f"  LDS {float(lds.mean()):.3f} ± {error:.3f}  {name}", flush=True)
 
 
 def decoder(layers: int, width: int) -> Attributor:
@@ -204,43 +204,40 @@ def decoder(layers: int, width: int) -> Attributor:
         task.losses(model, train.batch(numbers)).mean().backward()
         optimizer.step()
         schedule.step()
-    return Attributor(tempfile.mkdtemp(), model, task=task, examples=SCORED)
-
-
-def correlations(run: Attributor, queries: list[Query], seed: int) -> dict[str, dict[int, float]]:
-    """Of projected with exact scores, by dimension. Plain rows have no curvature in them: queries
-    are P_l(H⁻¹∇)P_rᵀ. Embeddings are left out, as of any projection."""
-    exact = run.score(queries, store=False, save=False)
-    ways = {
-        name: partial(run.projected_scores, queries, whiten=whiten, seed=seed)
-        for name, whiten in (("whitened", True), ("plain", False))
-    }
-    return {name: compression(exact, scores, DIMS) for name, scores in ways.items()}
+    scored = Examples(train.batch(torch.arange(SCORED) * (len(train) // SCORED)))
+    return Attributor(tempfile.mkdtemp(), model, task=replace(task, train=scored))
 
 
 def transformer() -> None:
     print(
-        f"\ndecoders of bytes, {STEPS} steps, {SCORED} windows scored for {ASKED} queries, K-FAC "
-        f"damped by 0.1: ρ at p = {', '.join(map(str, DIMS))}, "
-        f"mean and range of {len(SEEDS)} projections"
+        f"\ndecoders of bytes, {STEPS} steps, {SCORED} windows scored for {ASKED} queries, damping "
+        f"0.1: Spearman of a store's with exact scores at dim = {', '.join(map(str, DIMS))}, mean "
+        f"and range of {len(SEEDS)} seeds"
     )
     for name, (layers, width) in DECODERS.items():
-        run = decoder(layers, width)
-        run = Attributor(
-            tempfile.mkdtemp(), run.subject.model, task=run.task, examples=SCORED
-        ).fit()
-        assert run.task is not None
-        unseen = Examples(run.task.held_out.batch(torch.arange(ASKED)))
+        trained = decoder(layers, width)
+        assert trained.task is not None
+        unseen = Examples(trained.task.held_out.batch(torch.arange(ASKED)))
         queries = [Query(batch, (Shown(),), "") for batch in single(unseen)]
         with torch.no_grad():
-            loss = float(run.task.losses(run.subject.model, unseen.tensors).mean())
-        found = [correlations(run, queries, seed) for seed in SEEDS]
-        print(f"  {name}: {layers} layers of width {width}, {loss:.2f} {run.task.unit}")
-        for way in found[0]:
-            each = torch.tensor([[of[way][p] for p in DIMS] for of in found])
-            columns = zip(each.mean(0), each.amin(0), each.amax(0), strict=True)
+            loss = float(trained.task.losses(trained.subject.model, unseen.tensors).mean())
+        print(f"  {name}: {layers} layers of width {width}, {loss:.2f} {trained.task.unit}")
+        for method in ("kfac", "ekfac"):
+            model = trained.subject.model
+            run = Attributor(tempfile.mkdtemp(), model, task=trained.task).fit(method)
+            exact = run.score(queries, store=False, save=False)
+            rows = torch.tensor(
+                [
+                    [
+                        float(spearman(run.projected_scores(queries, p, seed=seed), exact).mean())
+                        for p in DIMS
+                    ]
+                    for seed in SEEDS
+                ]
+            )
+            columns = zip(rows.mean(0), rows.amin(0), rows.amax(0), strict=True)
             values = "   ".join(f"{mean:.3f} ({low:.3f}–{high:.3f})" for mean, low, high in columns)
-            print(f"    {way:<9} {values}", flush=True)
+            print(f"    {method:<9} {values}", flush=True)
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from isokron import tasks
 from isokron.attribution import Attributor
-from isokron.attribution.evaluate import Retrained, lds_by_query, retrain, spearman, subsets
+from isokron.attribution.evaluate import lds_by_query, retrain, spearman, subsets
 from isokron.tasks import Examples, Task
 
 WIDTH, EPOCHS, BATCH, RATE = 64, 30, 64, 1e-3
@@ -100,9 +100,9 @@ def shown(values: Tensor) -> str:
     return f"{float(values.mean()):6.3f} ± {float(values.std()) / len(values) ** 0.5:.3f}"
 
 
-def mean_lds(draws: Tensor, outcome: Retrained) -> Tensor:
+def mean_lds(draws: Tensor, members: Tensor, losses: Tensor) -> Tensor:
     """By query, the mean of all draws. [draws, Q, N] → [Q]"""
-    return torch.stack([lds_by_query(scores, outcome) for scores in draws]).mean(0)
+    return torch.stack([lds_by_query(scores, members, losses) for scores in draws]).mean(0)
 
 
 def main() -> None:
@@ -124,7 +124,7 @@ def main() -> None:
         theirs = peer_scores(args.kronfluence, Path(folder), run, queries)
         halves = subsets(args.subsets, len(everything))
         asked = [queries.batch(torch.arange(args.queries))]
-        outcome = retrain(
+        losses = retrain(
             Path(folder) / "models", task, trained, halves, asked, repeats=args.repeats
         )
     print(
@@ -133,10 +133,10 @@ def main() -> None:
     )
     print(f"{'LDS, labels and damping':24}{'isokron':>16}{'kronfluence':>18}{'difference':>18}  ρ")
     for name, scores in own_scores(run, queries).items():
-        own = mean_lds(scores, outcome)
+        own = mean_lds(scores, halves, losses)
         row = f"{name:24}{shown(own):>16}"
         if name in theirs:
-            other = mean_lds(theirs[name], outcome)
+            other = mean_lds(theirs[name], halves, losses)
             same = spearman(scores, theirs[name]).mean()
             row += f"{shown(other):>18}{shown(own - other):>18}  {float(same):.4f}"
         print(row, flush=True)

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import torch
 
-from isokron.attribution.store import Store, StoreWriter
+from isokron.attribution.store import Schema, Store
 
-COLUMNS = {"fc1": (3, 4), "fc2": (1, 5, 2)}
+COLUMNS = {"fc1": 12, "fc2": 10}
 WIDTH = 22
-SCHEMA = {"settings": {"model": "toy", "projection": {"dim": 3, "seed": 0}}, "columns": COLUMNS}
+SCHEMA = {"settings": {"model": "toy", "dim": 3, "seed": 0}, "columns": COLUMNS}
 SCHEMA |= {"examples": 10, "examples_per_shard": 4}
 
 
@@ -17,21 +17,22 @@ def gradients(first: int, last: int, width: int = WIDTH) -> torch.Tensor:
     return torch.arange(first, last)[:, None] + torch.arange(width) / 128
 
 
-def fill(writer: StoreWriter, shards=None) -> None:
+def begin(folder: Path, **changes) -> Store:
+    return Store.begin(folder, Schema(**{**SCHEMA, **changes}))
+
+
+def fill(store: Store, shards=None) -> None:
     """Write what is missing, one row an example."""
-    for number, first, last in writer.missing(shards):
-        writer.write(
-            number,
-            gradients(first, last, writer.schema.width),
-            ids=[f"é-{k}" for k in range(first, last)],
-            extra={"loss": torch.arange(first, last) / 2},
-        )
+    for number, first, last in store.missing(shards):
+        ids = [f"é-{k}" for k in range(first, last)]
+        losses = torch.arange(first, last) / 2
+        store.write(number, gradients(first, last, store.schema.width), ids, {"loss": losses})
 
 
 def build(folder: Path, **changes) -> Store:
-    writer = StoreWriter.open(folder, **{**SCHEMA, **changes})
-    fill(writer)
-    return writer.finish()
+    store = begin(folder, **changes)
+    fill(store)
+    return store.finish()
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from isokron import tasks
+from isokron import Attributor, tasks
+from isokron.attribution import read_queries
 from isokron.attribution.evaluate import (
-    Retrained,
-    compression,
     evaluate,
     lds_by_query,
     mislabel_auc,
@@ -23,9 +22,6 @@ from isokron.attribution.evaluate import (
     subsets,
     with_flipped_labels,
 )
-from isokron.attribution.projection import Projection, collect, encoding
-from isokron.curvature import CrossEntropy, fit
-from isokron.curvature.layers import find_layers
 from isokron.tasks import Examples, Task
 
 EXAMPLES, QUERIES = 400, 25
@@ -92,10 +88,6 @@ def test_noise_is_the_rank_correlation_and_the_residual_of_a_sample() -> None:
 def test_what_has_no_order_is_refused() -> None:
     with pytest.raises(ValueError, match="NaN has no rank"):
         ranks(torch.tensor([1.0, float("nan")]))
-    with pytest.raises(ValueError, match="one shape"):
-        spearman(torch.zeros(3), torch.zeros(4))
-    with pytest.raises(ValueError, match=r"both kinds, got \[3\] and \[3\] with 0 True"):
-        mislabel_auc(torch.zeros(3), torch.zeros(3, dtype=torch.bool))
 
 
 def test_lds_is_one_where_losses_are_sums_of_scores() -> None:
@@ -107,10 +99,8 @@ def test_lds_is_one_where_losses_are_sums_of_scores() -> None:
     scores = torch.randn(3, 30, generator=torch.Generator().manual_seed(0))
     losses = -(members.double() @ scores.double().mT)
     losses[:, 1] *= -1
-    found = lds_by_query(scores, Retrained(members, losses))
+    found = lds_by_query(scores, members, losses)
     torch.testing.assert_close(found, torch.tensor([1.0, -1.0, 1.0], dtype=torch.float64))
-    with pytest.raises(ValueError, match=r"\[queries, examples\] = \[3, 30\]"):
-        lds_by_query(scores.mT, Retrained(members, losses))
 
 
 def test_as_many_labels_are_flipped_as_asked_for_and_each_to_another() -> None:
@@ -137,55 +127,22 @@ def test_exact_influence_foretells_what_retraining_does(tmp_path: Path) -> None:
     task = logistic.digits(EXAMPLES)
     model = logistic.fit(task, torch.arange(EXAMPLES), 0)
     queries = Examples(tuple(tensor[:QUERIES] for tensor in task.evaluation.tensors))
-    outcome = retrain(
-        tmp_path, task, logistic.fit, subsets(24, EXAMPLES), [queries.batch(torch.arange(QUERIES))]
-    )
+    members = subsets(24, EXAMPLES)
+    batch = queries.batch(torch.arange(QUERIES))
+    losses = retrain(tmp_path, task, logistic.fit, members, [batch])
     exact = logistic.influence(task, model, queries)
-    assert float(lds_by_query(exact, outcome).mean()) > 0.9
-    assert float(lds_by_query(-exact, outcome).mean()) < -0.9
+    assert float(lds_by_query(exact, members, losses).mean()) > 0.9
+    assert float(lds_by_query(-exact, members, losses).mean()) < -0.9
     other = exact[:, torch.randperm(EXAMPLES, generator=torch.Generator().manual_seed(0))]
-    assert abs(float(lds_by_query(other, outcome).mean())) < 0.2
+    assert abs(float(lds_by_query(other, members, losses).mean())) < 0.2
 
 
-class Scorer:
-    """Scores of a trained model, by complete or projected whitened rows."""
-
-    def __init__(self, task: Task, model: nn.Module) -> None:
-        self.task, self.model, self.loss = task, model, CrossEntropy(task.logits)
-        numbers = torch.arange(len(task.train)).split(50)
-        self.batches = [task.train.batch(some) for some in numbers]
-        self.layers = find_layers(model).layers
-        names = [layer.name for layer in self.layers]
-        self.curvature = fit(model, self.batches, self.loss, layers=names)
-
-    def rows(self, batches: list, dim: int | None, whiten: bool) -> tuple[Tensor, Tensor]:
-        projection = None if dim is None else Projection(dim)
-        how = encoding(self.layers, projection, whiten=self.curvature if whiten else None)
-        parts: list[tuple[Tensor, Tensor]] = []
-        collect(self.model, batches, self.loss, how, lambda *part: parts.append(part))
-        rows, losses = zip(*parts, strict=True)
-        return torch.cat(rows), torch.cat(losses)
-
-    def scores(self, queries: list, dim: int | None = None, whiten: bool = True) -> Tensor:
-        ours, theirs = (self.rows(some, dim, whiten)[0] for some in (queries, self.batches))
-        return ours @ theirs.mT
+def fitted(folder: Path, task: Task) -> Attributor:
+    model = logistic.fit(task, torch.arange(len(task.train)), 0)
+    return Attributor(folder, model, task=task).fit()
 
 
-def self_influence(task: Task, model: nn.Module) -> tuple[Tensor, Tensor]:
-    scorer = Scorer(task, model)
-    rows, losses = scorer.rows(scorer.batches, None, True)
-    return rows.square().sum(1), losses
-
-
-def test_self_influence_finds_wrong_labels() -> None:
-    task, flipped = with_flipped_labels(logistic.digits(EXAMPLES), 0.1, seed=0)
-    influence, losses = self_influence(task, logistic.fit(task, torch.arange(EXAMPLES), 0))
-    assert mislabel_auc(influence, flipped) > 0.95
-    assert mislabel_auc(losses, flipped) > 0.9
-
-
-def small_gpt() -> Scorer:
-    """Trained for a few steps, so that its gradients differ."""
+def test_larger_projections_keep_the_order_of_scores_better(tmp_path: Path) -> None:
     task = tasks.load("speeches")
     train = Examples(tuple(tensor[:600] for tensor in task.train.tensors))
     torch.manual_seed(0)
@@ -196,18 +153,16 @@ def small_gpt() -> Scorer:
         optimizer.zero_grad()
         task.losses(model, train.batch(numbers)).mean().backward()
         optimizer.step()
-    scored = Examples(train.batch(torch.arange(150) * 4))
-    return Scorer(replace(task, train=scored, ids=()), model.eval())
-
-
-def test_larger_projections_keep_the_order_of_scores_better() -> None:
-    scorer = small_gpt()
-    queries = [scorer.task.evaluation.batch(torch.arange(6))]
-    exact = scorer.scores(queries)
-    correlations = compression(exact, lambda dim: scorer.scores(queries, dim), (4, 16, 400))
-    assert correlations[4] < correlations[16] < correlations[400]
-    assert correlations[16] > 0.65
-    assert correlations[400] == pytest.approx(1, abs=1e-4)  # no side is as large
+    scored = replace(task, train=Examples(train.batch(torch.arange(150) * 4)), ids=())
+    a = Attributor(tmp_path, model, task=scored).fit()
+    queries = read_queries(scored, model, ["eval:0-5"])
+    exact = a.score(queries, save=False)
+    by_dim = {
+        dim: float(spearman(a.projected_scores(queries, dim), exact).mean()) for dim in (4, 16, 400)
+    }
+    assert by_dim[4] < by_dim[16] < by_dim[400]
+    assert by_dim[16] > 0.7
+    assert by_dim[400] == pytest.approx(1, abs=1e-4)  # no layer is as large
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -221,21 +176,13 @@ class Killed(Exception):
 
 def test_a_killed_evaluation_goes_on_and_ends_with_the_same_bytes(tmp_path: Path) -> None:
     task = logistic.digits(EXAMPLES)
-    scorer = Scorer(task, logistic.fit(task, torch.arange(EXAMPLES), 0))
-    queries = [task.evaluation.batch(torch.arange(10))]
-    scores = {"gradients": scorer.scores(queries, whiten=False), "kfac": scorer.scores(queries)}
-    options = {
-        "projected": {"whitened": ("kfac", lambda dim: scorer.scores(queries, dim))},
-        "dims": (4, 16),
-        "self_influence": self_influence,
-        "models": 12,
-        "settings": {"method": "kfac"},
-    }
-    complete = evaluate(tmp_path / "complete", task, logistic.fit, queries, scores, **options)
-    assert complete["lds"]["kfac"]["mean"] > complete["lds"]["gradients"]["mean"]
-    assert complete["lds"]["kfac"]["mean"] > 0.6
-    assert complete["mislabelled"]["self-influence"] > 0.95
-    assert set(complete["compression"]["whitened"]) == {"4", "16"}
+    complete = fitted(tmp_path / "complete", task)
+    results = evaluate(complete, logistic.fit, 10, dims=(4, 16), models=12)
+    assert results["lds"]["kfac"]["mean"] > results["lds"]["gradients"]["mean"]
+    assert results["lds"]["kfac"]["mean"] > 0.6
+    assert results["mislabelled"]["self-influence"] > 0.95
+    assert results["mislabelled"]["loss"] > 0.9
+    assert results["projected"]["4"] < results["projected"]["16"] <= 1
     done = 0
 
     def dies(task: Task, indices: Tensor, seed: int) -> nn.Module:
@@ -245,30 +192,31 @@ def test_a_killed_evaluation_goes_on_and_ends_with_the_same_bytes(tmp_path: Path
             raise Killed
         return logistic.fit(task, indices, seed)
 
-    folder = tmp_path / "killed"
+    run = fitted(tmp_path / "killed", task)
+    folder = tmp_path / "killed" / "evaluation"
     with pytest.raises(Killed):
-        evaluate(folder, task, dies, queries, scores, **options)
+        evaluate(run, dies, 10, dims=(4, 16), models=12)
     assert len(list((folder / "subsets").iterdir())) == 5
-    assert evaluate(folder, task, dies, queries, scores, **options) == complete
+    assert evaluate(run, dies, 10, dims=(4, 16), models=12) == results
     assert done == 6 + 7 + 1  # the subsets that were left, and one model with wrong labels
-    assert contents(folder) == contents(tmp_path / "complete")
-    assert json.loads((folder / "evaluation.json").read_text()) == complete
-    with pytest.raises(ValueError, match=r"is of another evaluation: seed was .* use the same"):
-        evaluate(folder, task, dies, queries, scores, **options, seed=1)
-    options["settings"] = {"method": "ekfac"}
-    with pytest.raises(ValueError, match="method was 'kfac' and is now 'ekfac'"):
-        evaluate(folder, task, dies, queries, scores, **options)
+    assert contents(folder) == contents(tmp_path / "complete" / "evaluation")
+    assert json.loads((folder / "evaluation.json").read_text()) == results
+    with pytest.raises(ValueError, match=r"has another evaluation: seed was .*; give a new"):
+        evaluate(run, dies, 10, dims=(4, 16), models=12, seed=1)
 
 
 def test_a_task_without_labels_is_evaluated_without_them(tmp_path: Path) -> None:
-    task = replace(logistic.digits(80), logits=None)
-    queries = [task.evaluation.batch(torch.arange(3))]
-    scores = {"random": torch.randn(3, 80)}
-    results = evaluate(
-        tmp_path, task, logistic.fit, queries, scores, models=3, self_influence=self_influence
-    )
+    run = fitted(tmp_path, replace(logistic.digits(80), logits=None))
+    results = evaluate(run, logistic.fit, 3, models=3, dims=())
     assert results["mislabelled"] is None
-    assert results["compression"] == {}
+    assert results["projected"] == {}
+
+
+def test_a_run_without_curvature_is_not_evaluated(tmp_path: Path) -> None:
+    task = logistic.digits(80)
+    run = Attributor(tmp_path, logistic.fit(task, torch.arange(80), 0), task=task)
+    with pytest.raises(ValueError, match=r"has no curvature; run: isokron fit"):
+        evaluate(run, logistic.fit)
 
 
 def test_losses_of_several_seeds_are_averaged(tmp_path: Path) -> None:
@@ -289,7 +237,7 @@ def test_losses_of_several_seeds_are_averaged(tmp_path: Path) -> None:
     for k in range(2):
         records = [json.loads((tmp_path / f"0000{k}-{r}.json").read_text()) for r in range(2)]
         mean = torch.tensor([record["result"] for record in records], dtype=torch.float64).mean(0)
-        assert both.losses[k].equal(mean)
+        assert both[k].equal(mean)
 
 
 def test_losses_of_other_queries_are_refused(tmp_path: Path) -> None:
@@ -308,5 +256,5 @@ def test_a_model_that_diverged_is_told_of(tmp_path: Path) -> None:
         nn.init.constant_(model[1].weight, float("nan"))
         return model
 
-    with pytest.raises(FloatingPointError, match="subset 0 has a loss of nan on query 0"):
+    with pytest.raises(FloatingPointError, match="has a loss of nan on query 0"):
         retrain(tmp_path, task, diverges, subsets(1, 80), [task.evaluation.batch(torch.arange(2))])

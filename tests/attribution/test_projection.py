@@ -1,160 +1,349 @@
-"""Random projections: the published generator, and entries that depend only on their place."""
+"""Rows of gradients against gradients by autograd, H as a matrix and a naive fold, in float64."""
 
-import hashlib
+import os
+import subprocess
+import sys
+from math import gcd
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from isokron.attribution import projection
-from isokron.attribution.projection import Projection, philox
+from isokron.attribution.projection import Encoder, choose_dim, collect, encoders, signs, width
+from isokron.curvature import CrossEntropy, Curvature, fit
+from isokron.curvature.layers import Layer, find_layers
+from isokron.curvature.packing import pack
 
-KINDS = ("rademacher", "normal")
-# Random123, kat_vectors: counter, key, result of philox4x32-10
-KNOWN = [
-    "00000000 00000000 00000000 00000000 00000000 00000000 6627e8d5 e169c58d bc57ac4c 9b00dbd8",
-    "ffffffff ffffffff ffffffff ffffffff ffffffff ffffffff 408f276d 41c83b0e a20bc7c6 6d5451fd",
-    "243f6a88 85a308d3 13198a2e 03707344 a4093822 299f31d0 d16cfe09 94fdcceb 5001e420 24126ea1",
-]
-SIGNS = [
-    [1, -1, 1, 1, -1, -1, 1, 1],
-    [-1, 1, 1, -1, -1, 1, -1, 1],
-    [-1, 1, 1, -1, 1, 1, 1, 1],
-    [1, 1, 1, -1, -1, 1, 1, -1],
-]
-NORMALS = [1.2610171, 1.5270307, 0.53413683, 0.08791062, 0.11491688, 0.02055312]
+LOSS = CrossEntropy()
+METHODS = ["kfac", "ekfac", "tkfac", "shampoo"]
+DAMPING = 0.1
+WHOLE = 100  # a dimension at which nothing is folded
 
 
-def philox_of_integers(counter: list[int], key: list[int]) -> list[int]:
-    """The paper's algorithm in Python's own unbounded integers."""
-    a, b, c, d = counter
-    left, right = key
-    for _ in range(10):
-        x, y = a * 0xD2511F53, c * 0xCD9E8D57
-        a, b, c, d = (y >> 32) ^ b ^ left, y % 2**32, (x >> 32) ^ d ^ right, x % 2**32
-        left, right = (left + 0x9E3779B9) % 2**32, (right + 0xBB67AE85) % 2**32
-    return [a, b, c, d]
+class Words(nn.Module):
+    """Vectors [N, S, 6] → logits [N, S, 9]: a norm, layers with a bias and without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.mix, self.head = nn.Linear(6, 8), nn.Linear(8, 9, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x).cumsum(1)  # later positions see earlier ones
+        return self.head(self.mix(x).tanh())
 
 
-@pytest.mark.parametrize("known", KNOWN)
-def test_philox_gives_the_published_answers(known: str) -> None:
-    words = [int(word, 16) for word in known.split()]
-    counter = tuple(torch.tensor([word]) for word in words[:4])
-    assert [int(word) for word in philox(counter, (words[4], words[5]))] == words[6:]
+class Pictures(nn.Module):
+    """[N, 2, 6, 6] → logits [N, 4]: convolutions in groups, with a bias and without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, 3, stride=2, groups=2)
+        self.other = nn.Conv2d(4, 6, 1, groups=2, bias=False)
+        self.head = nn.Linear(24, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.other(self.conv(x).tanh()).flatten(1))
 
 
-def test_philox_in_tensors_is_philox_in_unbounded_integers() -> None:
-    counters = torch.randint(0, 2**32, (500, 4))
-    key = [0xDEADBEEF, 0x80000001]
-    found = torch.stack(philox(counters.unbind(1), tuple(key)), 1)
-    assert found.tolist() == [philox_of_integers(row, key) for row in counters.tolist()]
+def case(name: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, list[Any]]:
+    """A model, and batches of 4 examples."""
+    torch.manual_seed(0)
+    if name == "words":
+        targets = torch.randint(0, 9, (12, 5))
+        targets[2, 3:] = -100
+        model, x = Words().to(dtype), torch.randn(12, 5, 6).to(dtype)
+    else:
+        model, x = Pictures().to(dtype), torch.randn(12, 2, 6, 6).to(dtype)
+        targets = torch.randint(0, 4, (12,))
+    return model, list(zip(x.split(4), targets.split(4), strict=True))
 
 
-def test_an_entry_is_the_bit_of_its_row_and_column() -> None:
-    key = hashlib.sha256(b'["isokron projection", 1, 7, "fc", "input"]').digest()
-    key = [int.from_bytes(key[:4], "little"), int.from_bytes(key[4:8], "little")]
-    matrix = Projection(4, seed=7).matrix("fc", "input", 300)
-    for row, column in [(0, 0), (3, 127), (2, 128), (1, 299)]:
-        word = philox_of_integers([column // 128, 0, row, 0], key)[column % 128 // 32]
-        assert matrix[row, column] == (0.5 if word >> column % 32 & 1 else -0.5)
+def gradients_by_layer(
+    model: nn.Module, batches: list[Any], layers: list[Layer]
+) -> dict[str, Tensor]:
+    """By autograd, one example at a time: [N, B, o, i]"""
+    params = dict(model.named_parameters())
+    gradients: dict[str, list[Tensor]] = {layer.name: [] for layer in layers}
+    for batch in batches:
+        for number in range(len(batch[0])):
+            terms, weights = LOSS(model, tuple(part[number : number + 1] for part in batch))
+            grads = torch.autograd.grad((terms * weights).sum(), list(params.values()))
+            for layer in layers:
+                named = dict(zip(params, grads, strict=True))
+                gradients[layer.name].append(pack(layer.layout, named))
+    return {name: torch.stack(parts) for name, parts in gradients.items()}
 
 
-def test_matrices_of_this_generator_never_change() -> None:
-    """Stores were built with these; other values need another GENERATOR."""
-    assert projection.GENERATOR == "philox4x32-10 v1"
-    signs = Projection(4, "rademacher", 3).matrix("layer.0", "output", 8).sign().int().tolist()
-    assert signs == SIGNS
-    normals = Projection(1, "normal", 3).matrix("layer.0", "output", 6)
-    torch.testing.assert_close(normals, torch.tensor([NORMALS]), rtol=0, atol=2e-7)
+def rows_of(model: nn.Module, batches: list[Any], by_name: dict[str, Encoder]) -> Tensor:
+    parts: list[Tensor] = []
+    collect(model, batches, LOSS, by_name, lambda rows, losses: parts.append(rows))
+    return torch.cat(parts)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_smaller_projection_is_a_prefix_of_a_larger(kind: str) -> None:
-    large = Projection(64, kind).matrix("fc", "input", 50, dtype=torch.float64)
-    small = Projection(16, kind).matrix("fc", "input", 20, dtype=torch.float64)
-    torch.testing.assert_close(small * 4, large[:16, :20] * 8, rtol=1e-15, atol=0)
+def split(rows: Tensor, by_name: dict[str, Encoder]) -> dict[str, Tensor]:
+    parts = rows.split([encoder.width for encoder in by_name.values()], 1)
+    return dict(zip(by_name, parts, strict=True))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_how_many_are_generated_at_once_changes_nothing(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    random = Projection(33, kind)
-    at_once = random.matrix("fc", "input", 700)
-    monkeypatch.setattr(projection, "CALLS", 7)
-    assert random.matrix("fc", "input", 700).equal(at_once)
+def dense_products(
+    layers: list[Layer], gradients: dict[str, Tensor], curvature: Curvature
+) -> dict[str, Tensor]:
+    """⟨∇_q, H⁻¹∇_t⟩ by layer [N, N], with H as a matrix: (G + √λ/π) ⊗ (A + π√λ), or Λ + λ."""
+    products = {}
+    for layer in layers:
+        operator, flat = curvature[layer.name], gradients[layer.name].flatten(2)  # [N, B, oi]
+        if hasattr(operator, "eigenvalues"):
+            matrices = operator.to_dense()
+            mean = operator.eigenvalues.mean()
+            inverse = torch.linalg.inv(matrices + DAMPING * mean * torch.eye(flat.size(2)).double())
+        else:
+            left, right = (factor.to_dense() for factor in operator.factors)
+            means = [side.diagonal(dim1=1, dim2=2).mean(1) for side in (left, right)]
+            root = (DAMPING * (means[0] * means[1]).mean()).sqrt()
+            pi = (means[1] / means[0]).sqrt()
+            eyes = [torch.eye(side.size(1), dtype=torch.float64) for side in (left, right)]
+            left = left + (root / pi)[:, None, None] * eyes[0]
+            right = right + (root * pi)[:, None, None] * eyes[1]
+            pairs = zip(left, right, strict=True)
+            inverse = torch.stack([torch.linalg.inv(torch.kron(g, a)) for g, a in pairs])
+        products[layer.name] = torch.einsum("qbx,bxy,tby->qt", flat, inverse, flat)
+    return products
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_entries_have_mean_0_and_variance_1_and_are_uncorrelated(kind: str) -> None:
-    rows, columns = 4000, 40
-    matrix = Projection(rows, kind).matrix("fc", "input", columns, dtype=torch.float64)
-    entries, error = matrix * rows**0.5, (rows * columns) ** -0.5
-    assert abs(entries.mean()) < 4 * error
-    assert abs(entries.square().mean() - 1) < 4 * 2**0.5 * error
-    # E[PᵀP] = I; its entries have deviation 1/√rows, on the diagonal at most √2 times that
-    assert (matrix.mT @ matrix - torch.eye(columns)).abs().max() < 5 * 2**0.5 * rows**-0.5
-    rows_apart = entries[:-1] * entries[1:]
-    assert abs(rows_apart.mean()) < 4 * error
+def test_signs_are_the_same_on_every_machine() -> None:
+    assert projection.GENERATOR == "shake-256 fold v1"
+    assert signs(3, "layer.0", "output", 10).int().tolist() == [-1, -1, -1, 1, 1, 1, 1, 1, -1, -1]
+    assert signs(3, "layer.0", "output", 300)[:10].equal(signs(3, "layer.0", "output", 10))
+    many = [signs(*key, 4096) for key in [(0, "a", "input"), (1, "a", "input"), (0, "b", "input")]]
+    many.append(signs(0, "a", "output", 4096))
+    correlations = torch.corrcoef(torch.stack(many)) - torch.eye(4)
+    assert float(correlations.abs().max()) < 4 / 4096**0.5
+    assert abs(float(torch.stack(many).mean())) < 4 / (4 * 4096) ** 0.5
 
 
-def test_normal_entries_have_the_tails_of_a_normal() -> None:
-    entries = Projection(1, "normal").matrix("fc", "input", 400_000)[0].double()
-    for bound, mass in [(1, 0.317311), (2, 0.045500), (3, 0.002700)]:
-        share = (entries.abs() > bound).double().mean()
-        assert abs(share - mass) < 4 * (mass / 400_000) ** 0.5
-    assert abs(entries.pow(4).mean() - 3) < 4 * (96 / 400_000) ** 0.5
+@pytest.mark.parametrize("name", ["words", "pictures"])
+@pytest.mark.parametrize("dim", [4, WHOLE])
+def test_rows_are_folded_gradients_of_examples(name: str, dim: int) -> None:
+    model, batches = case(name, torch.float64)
+    layers = find_layers(model).layers
+    by_name = encoders(layers, dim, 1, None, dtype=torch.float64)
+    parts = split(rows_of(model, batches, by_name), by_name)
+    exact = gradients_by_layer(model, batches, layers)
+    for layer in layers:
+        blocks, outputs, inputs = layer.shape
+        size = width(layer, dim)
+        left = signs(1, layer.name, "output", blocks * outputs)
+        right = signs(1, layer.name, "input", inputs)
+        matrices = exact[layer.name].reshape(-1, blocks * outputs, inputs)
+        expected = torch.zeros(len(matrices), size, dtype=torch.float64)
+        for r in range(blocks * outputs):
+            for c in range(inputs):
+                place = (r * inputs + c) % size
+                expected[:, place] += left[r] * right[c] * matrices[:, r, c]
+        torch.testing.assert_close(parts[layer.name], expected, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_inner_products_are_kept_on_average(kind: str) -> None:
-    x, y = torch.randn(2, 12, 15, dtype=torch.float64)
-    found = []
-    for seed in range(300):
-        made = Projection(8, kind, seed)
-        left = made.matrix("fc", "output", 12, dtype=torch.float64)
-        right = made.matrix("fc", "input", 15, dtype=torch.float64)
-        found.append(((left @ x @ right.mT) * (left @ y @ right.mT)).sum())
-    products = torch.stack(found)
-    assert abs(products.mean() - (x * y).sum()) < 4 * products.std() / 300**0.5
+def test_a_row_has_the_square_of_the_dimension_or_the_whole_layer() -> None:
+    large, small = find_layers(nn.Sequential(nn.Linear(575, 192), nn.Linear(3, 4))).layers
+    assert width(small, 16) == 16
+    for dim in (2, 16, 32, 64):
+        assert dim * dim - 8 < width(large, dim) <= dim * dim
+        assert gcd(width(large, dim), 576) == 1
 
 
-def test_other_names_sides_and_seeds_make_other_matrices() -> None:
-    made = [
-        Projection(8, seed=seed).matrix(layer, side, 200)
-        for seed, layer, side in [
-            (0, "fc", "input"),
-            (1, "fc", "input"),
-            (-1, "fc", "input"),
-            (0, "fc1", "input"),
-            (0, "fc", "output"),
-        ]
-    ]
-    for k, one in enumerate(made):
-        for other in made[:k]:
-            assert abs((one * other).sum(1).mean()) < 4 * 200**0.5 / 8 / 8**0.5
+@pytest.mark.parametrize("name", ["words", "pictures"])
+@pytest.mark.parametrize("method", METHODS)
+def test_products_of_complete_rows_are_those_with_the_inverse(name: str, method: str) -> None:
+    model, batches = case(name, torch.float64)
+    layers = find_layers(model).layers
+    curvature = fit(model, batches, LOSS, method, dtype=torch.float64)
+    by_name = encoders(layers, WHOLE, 0, curvature.damped_inverse(DAMPING), dtype=torch.float64)
+    parts = split(rows_of(model, batches, by_name), by_name)
+    exact = dense_products(layers, gradients_by_layer(model, batches, layers), curvature)
+    for layer, part in parts.items():
+        torch.testing.assert_close(part @ part.mT, exact[layer], rtol=1e-8, atol=1e-10)
 
 
-def test_bfloat16_is_the_float32_matrix_rounded() -> None:
-    made = Projection(10, "normal")
-    low = made.matrix("fc", "input", 30, dtype=torch.bfloat16)
-    assert low.equal(made.matrix("fc", "input", 30).bfloat16())
+@pytest.mark.parametrize("name", ["words", "pictures"])
+def test_products_of_folded_rows_are_unbiased_with_the_error_that_is_stated(name: str) -> None:
+    model, batches = case(name, torch.float64)
+    layers = find_layers(model).layers
+    inverse = fit(model, batches, LOSS, dtype=torch.float64).damped_inverse(DAMPING)
+    complete = encoders(layers, WHOLE, 0, inverse, dtype=torch.float64)
+    exact_parts = split(rows_of(model, batches, complete), complete)
+    exact = sum(part @ part.mT for part in exact_parts.values())
+    estimates = []
+    for seed in range(200):
+        by_name = encoders(layers, 5, seed, inverse, dtype=torch.float64)
+        rows = rows_of(model, batches, by_name)
+        estimates.append(rows @ rows.mT)
+    estimate = torch.stack(estimates)
+    error = estimate.std(0)
+    # 144 pairs, of which half differ: beyond 4.5 standard errors once in a thousand sets of seeds
+    assert bool(((estimate.mean(0) - exact).abs() <= 4.5 * error / 200**0.5 + 1e-12).all())
+    lengths = {layer: part.square().sum(1) for layer, part in exact_parts.items()}
+    stated = sum(
+        lengths[layer.name][:, None] * lengths[layer.name] / width(layer, 5)
+        for layer in layers
+        if layer.parameters > 25
+    ).sqrt()
+    pairs = ~torch.eye(len(exact), dtype=torch.bool)
+    assert 0.5 < float((error / stated)[pairs].mean()) < 1.3
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: Projection(0), "dim must be a whole number of at least 1, got 0"),
-        (lambda: Projection(2.0), "dim must be .* got 2.0"),
-        (lambda: Projection(2, "gauss"), "kind must be one of .*normal.* got 'gauss'"),
-        (lambda: Projection(2, seed="a"), "seed whole, got .* and 'a'"),
-        (lambda: Projection(2).matrix("fc", "left", 3), "a side of .* got 3, 'left' and"),
-        (lambda: Projection(2).matrix("fc", "input", 0), "size of at least 1.* got 0,"),
-        (
-            lambda: Projection(2).matrix("fc", "input", 3, dtype=torch.int64),
-            "floating dtype, got 3, 'input' and torch.int64 for layer 'fc'",
-        ),
-    ],
-)
-def test_wrong_arguments_are_named(call, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call()
+def test_rows_of_a_bfloat16_model_are_float32() -> None:
+    model, batches = case("words", torch.bfloat16)
+    rows = rows_of(model, batches, encoders(find_layers(model).layers, 4, 0, None))
+    wide, precise = case("words")
+    exact = rows_of(wide, precise, encoders(find_layers(wide).layers, 4, 0, None))
+    assert rows.dtype == torch.float32
+    assert float((rows - exact).norm() / exact.norm()) < 0.05
+    assert not rows.equal(rows.bfloat16().float())
+
+
+def test_rows_of_weighted_terms_are_gradients_of_the_weighted_loss() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).double()
+    x, y = torch.randn(5, 4).double(), torch.randint(0, 3, (5,))
+    weights = torch.tensor([1.0, 0.25, 0.5, 0.0, 2.0]).double()
+
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none"), batch[2]
+
+    by_name = encoders(find_layers(model).layers, WHOLE, 0, None, dtype=torch.float64)
+    parts: list[Tensor] = []
+    collect(model, [(x, y, weights)], loss, by_name, lambda rows, _: parts.append(rows))
+    residual = model(x).softmax(1) - nn.functional.one_hot(y, 3)
+    inputs = torch.cat([x, torch.ones(5, 1).double()], 1)
+    expected = (weights[:, None, None] * residual[:, :, None] * inputs[:, None]).detach()
+    expected = expected * signs(0, "", "output", 3)[:, None] * signs(0, "", "input", 5)
+    torch.testing.assert_close(parts[0], expected.flatten(1))
+
+
+class Gated(nn.Module):
+    """The second layer is multiplied by 0: its gradients are. [N, 4] → [N, 3]"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live, self.dead = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.live(x) + 0 * self.dead(x)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_layer_without_gradients_has_zeros_and_no_nan(method: str) -> None:
+    torch.manual_seed(0)
+    model = Gated()
+    batches = [(torch.randn(6, 4), torch.randint(0, 3, (6,)))]
+    inverse = fit(model, batches, LOSS, method).damped_inverse(DAMPING)
+    by_name = encoders(find_layers(model).layers, 3, 0, inverse)
+    parts = split(rows_of(model, batches, by_name), by_name)
+    assert float(parts["dead"].abs().max()) == 0
+    assert bool(parts["live"].isfinite().all())
+    assert float(parts["live"].abs().max()) > 0
+
+
+def test_a_dead_group_or_entry_has_zeros_and_the_others_have_not() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(2, 4, 1, groups=2), nn.LayerNorm([4, 1]), nn.Flatten())
+    x = torch.randn(6, 2, 1)
+    x[:, 1] = 0  # inputs of the second group, whose bias is left out
+    model[0].bias = None
+    model[1].weight.data[:] = torch.tensor([1.0, 1, 0, 0])[:, None]  # and its gradients
+    batches = [(x, torch.randint(0, 4, (6,)))]
+    inverse = fit(model, batches, LOSS).damped_inverse(DAMPING)
+    by_name = encoders(find_layers(model).layers, WHOLE, 0, inverse)
+    rows = rows_of(model, batches, by_name)
+    blocks = split(rows, by_name)["0"].unflatten(1, (2, -1))
+    assert bool(rows.isfinite().all())
+    assert float(blocks[:, 1].abs().max()) == 0
+    assert float(blocks[:, 0].abs().min()) > 0
+
+
+def test_a_batch_without_a_loss_has_zeros() -> None:
+    model, batches = case("words")
+    empty = batches[1][0], torch.full_like(batches[1][1], -100)
+    by_name = encoders(find_layers(model).layers, 4, 0, None)
+    rows = rows_of(model, [batches[0], empty, batches[2]], by_name)
+    expected = rows_of(model, batches, by_name)
+    assert rows[4:8].equal(torch.zeros_like(rows[4:8]))
+    torch.testing.assert_close(rows[:4], expected[:4])
+    torch.testing.assert_close(rows[8:], expected[8:])
+
+
+class Experts(nn.Module):
+    """The sign of the first input says which of two layers a batch goes through. [N, 4] → [N, 3]"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.experts[int(x[0, 0] > 0)](x)
+
+
+def test_a_layer_that_a_batch_does_not_use_has_zeros() -> None:
+    model = Experts()
+    x, y = torch.randn(4, 4), torch.randint(0, 3, (4,))
+    x[:, 0] = torch.tensor([1.0, 1, -1, -1])
+    by_name = encoders(find_layers(model).layers, WHOLE, 0, None)
+    parts = split(rows_of(model, [(x[:2], y[:2]), (x[2:], y[2:])], by_name), by_name)
+    assert float(parts["experts.0"][:2].abs().max()) == 0
+    assert float(parts["experts.1"][2:].abs().max()) == 0
+    assert float(parts["experts.0"][2:].abs().min(1).values.max()) > 0
+
+
+def test_the_smallest_dimension_that_is_good_enough_and_fits_is_chosen() -> None:
+    layers = find_layers(
+        nn.Sequential(nn.Linear(300, 400), nn.LayerNorm(400), nn.Linear(400, 500))
+    ).layers
+    quality = {16: 0.5, 32: 0.8, 64: 0.92, 128: 0.97, 256: 0.99, 512: 1.0}
+    measured: list[int] = []
+
+    def measure(dim: int) -> float:
+        measured.append(dim)
+        return quality[dim]
+
+    everything = 10 * sum(layer.parameters for layer in layers) * 4
+    assert choose_dim(layers, 10, everything, measure, 0.9) == 64
+    assert measured == [16, 32, 64]
+    fits = 10 * sum(width(layer, 32) for layer in layers) * 4
+    assert choose_dim(layers, 10, fits, measure, 0.9) is None
+    assert choose_dim(layers, 10, fits, measure, 0.8) == 32
+    assert choose_dim(layers, 10, 100, measure, 0.9) is None
+    assert choose_dim(layers, 10, everything, lambda dim: 0.0, 0.9) is None
+
+
+SECOND_DEVICE = """
+import sys, torch
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/attribution"]
+import second_device
+from test_projection import LOSS, case, encoders, find_layers, fit, rows_of
+
+for name in ("words", "pictures"):
+    model, batches = case(name)
+    inverse = fit(model, batches, LOSS).damped_inverse(0.1)
+    here = rows_of(model, batches, encoders(find_layers(model).layers, 3, 0, inverse))
+    model, batches = model.to("npu"), [tuple(part.to("npu") for part in b) for b in batches]
+    there = rows_of(model, batches, encoders(find_layers(model).layers, 3, 0, inverse, "npu"))
+    assert there.device.type == "npu"
+    torch.testing.assert_close(there.cpu(), here, rtol=1e-5, atol=1e-6)
+print("passed")
+"""
+
+
+def test_rows_on_a_second_device_are_those_of_the_cpu() -> None:
+    folder = Path(__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", SECOND_DEVICE, str(folder)],
+        env=dict(os.environ),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "passed\n", done.stderr

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_store import SCHEMA, build, contents, fill
+from small_store import begin, build, contents, fill
 
-from isokron.attribution.store import Store, StoreWriter
+from isokron.attribution.store import Store
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-LARGER = {"columns": {"fc": (4000,)}, "examples": 24}  # six shards of 64 kB
+LARGER = {"columns": {"fc": 4000}, "examples": 24}  # six shards of 64 kB
 
 
 def started(work: Callable[[], object]) -> int:
@@ -68,7 +68,7 @@ def test_killed_at_every_step_and_resumed_it_is_the_same_to_the_byte(tmp_path: P
         assert code == -signal.SIGKILL
         assert ended(started(lambda folder=folder: build(folder, **two))) == 0
         assert contents(folder) == wanted, f"killed at event {event}"
-    assert event > 30  # all of it was gone through
+    assert event > 15  # all of it was gone through
 
 
 def test_killed_again_and_again_it_comes_to_the_same_end(tmp_path: Path) -> None:
@@ -77,8 +77,8 @@ def test_killed_again_and_again_it_comes_to_the_same_end(tmp_path: Path) -> None
     event, kills = 1, 0
     while ended(started(dying_at(event, lambda: build(folder, **LARGER)))) != 0:
         kills += 1
-        event += 2  # each attempt comes a little further, whatever it finds
-    assert kills > 10
+        event += 1  # each attempt comes a little further, whatever it finds
+    assert kills > 8
     assert contents(folder) == wanted
 
 
@@ -103,11 +103,10 @@ def test_killed_at_random_times_it_is_the_same_to_the_byte(tmp_path: Path) -> No
 
 
 def test_finished_shards_are_kept_and_not_written_again(tmp_path: Path) -> None:
-    writer = StoreWriter.open(tmp_path, **SCHEMA)
-    fill(writer, [0, 2])
+    fill(begin(tmp_path), [0, 2])
     before = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("shard-*.safetensors")}
-    (tmp_path / "shard-00001.safetensors").write_bytes(b"no record: killed between the two")
-    assert StoreWriter.open(tmp_path, **SCHEMA).missing() == [(1, 4, 8)]
+    (tmp_path / ".shard-00001.safetensors.tmp").write_bytes(b"killed while it was written")
+    assert begin(tmp_path).missing() == [(1, 4, 8)]
     build(tmp_path)
     after = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("shard-*.safetensors")}
     assert len(after) == 3
@@ -120,16 +119,16 @@ def test_several_processes_build_one_store(tmp_path: Path, shared: bool) -> None
     folder = tmp_path / "store"
 
     def work(rank: int) -> None:
-        writer = StoreWriter.open(folder, **{**SCHEMA, **LARGER})
-        fill(writer, None if shared else range(rank, 6, 4))
+        store = begin(folder, **LARGER)
+        fill(store, None if shared else range(rank, 6, 4))
         if shared:
-            writer.finish()
+            store.finish()
 
     for _ in range(3):
         numbers = [started(lambda rank=rank: work(rank)) for rank in range(4)]
         assert [ended(number) for number in numbers] == [0] * 4
         if not shared:
-            StoreWriter.open(folder, **{**SCHEMA, **LARGER}).finish()
+            begin(folder, **LARGER).finish()
         assert contents(folder) == contents(tmp_path / "straight")
         for path in folder.iterdir():
             path.unlink()
@@ -153,15 +152,15 @@ def test_several_processes_some_of_them_killed(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_one_clear_line_and_finished_shards_stay(tmp_path: Path) -> None:
     folder, said = tmp_path / "store", tmp_path / "said"
-    sizes = {"columns": {"fc": (4000,)}, "examples": 9}
+    sizes = {"columns": {"fc": 4000}, "examples": 9}
     extra = [1, 9000, 1]  # the second shard is larger than a file may be
 
     def work() -> None:
-        writer = StoreWriter.open(folder, **{**SCHEMA, **sizes})
-        for number, first, last in writer.missing():
+        store = begin(folder, **sizes)
+        for number, first, last in store.missing():
             names = ["x" * extra[number] for _ in range(first, last)]
-            writer.write(number, torch.ones(last - first, 4000), ids=names)
-        writer.finish()
+            store.write(number, torch.ones(last - first, 4000), names, {})
+        store.finish()
 
     def limited() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
@@ -180,26 +179,22 @@ def test_a_full_disk_is_one_clear_line_and_finished_shards_stay(tmp_path: Path) 
     assert "MB are free there; free some space" in message
     assert "run the same command again" in message
     assert "\n" not in message
-    assert sorted(contents(folder)) == [
-        "schema.json",
-        "shard-00000.json",
-        "shard-00000.safetensors",
-    ]
+    assert sorted(contents(folder)) == ["schema.json", "shard-00000.safetensors"]
     before = (folder / "shard-00000.safetensors").stat().st_mtime_ns
     assert ended(started(work)) == 0
     assert (folder / "shard-00000.safetensors").stat().st_mtime_ns == before
-    assert len(Store.open(folder, verify="full")) == 9
+    assert len(Store.open(folder, verify=True)) == 9
 
 
 def test_a_file_in_the_place_of_the_folder_is_told(tmp_path: Path) -> None:
     (tmp_path / "store").write_text("a file")
     with pytest.raises(FileExistsError, match=r"File exists: '.*store'"):
-        StoreWriter.open(tmp_path / "store", **SCHEMA)
+        begin(tmp_path / "store")
 
 
 def test_what_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / ".schema.json.tmp").mkdir()
     wrong = r"could not write '.*/schema.json': Is a directory; make its"
     with pytest.raises(IsADirectoryError, match=wrong) as caught:
-        StoreWriter.open(tmp_path, **SCHEMA)
+        begin(tmp_path)
     assert caught.value.errno == errno.EISDIR

@@ -13,15 +13,17 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from isokron.attribution.projection import collect, encoding
-from isokron.attribution.store import StoreWriter
+from isokron.attribution.projection import collect, encoders
+from isokron.attribution.store import Schema, Store
 from isokron.curvature import CrossEntropy
 from isokron.curvature.layers import find_layers
 
 torch.manual_seed(0)
 model = nn.Linear(128, 128, bias=False)
 x, y = torch.randn(1500, 128), torch.randint(0, 128, (1500,))
-how = encoding(find_layers(model).layers)
+by_name = encoders(find_layers(model).layers, 128, 0, None)
+columns = {name: encoder.width for name, encoder in by_name.items()}
+width = sum(columns.values())
 folder, memory = Path(sys.argv[1]), 16 * 2**20
 
 
@@ -31,19 +33,16 @@ def now(field):
 
 
 def run(name, examples):
-    size = memory // 8 // (4 * how.width)  # a shard is in memory a few times while it is written
-    writer = StoreWriter.open(
-        folder / name, settings={}, columns=how.columns(), examples=examples,
-        examples_per_shard=size,
-    )
-    for number, first, last in writer.missing():
+    size = memory // 8 // (4 * width)  # a shard is in memory a few times while it is written
+    store = Store.begin(folder / name, Schema({}, columns, examples, size))
+    for number, first, last in store.missing():
         rows = []
         batch = x[first:last], y[first:last]
-        collect(model, [batch], CrossEntropy(), how, lambda part, losses: rows.append(part))
-        writer.write(number, torch.cat(rows), ids=[str(k) for k in range(first, last)])
-    store = writer.finish()
-    query = torch.randn(2, how.width)
-    scores = torch.cat([query @ rows.mT for _, rows in store.blocks(memory)], 1)
+        collect(model, [batch], CrossEntropy(), by_name, lambda part, losses: rows.append(part))
+        store.write(number, torch.cat(rows), [str(k) for k in range(first, last)], {})
+    store.finish()
+    query = torch.randn(2, width)
+    scores = torch.cat([query @ rows.mT for rows in store.blocks(memory)], 1)
     assert scores.shape == (2, examples)
     return store
 
@@ -52,7 +51,7 @@ run("small", 32)  # what is loaded on the first use is no part of it
 Path("/proc/self/clear_refs").write_text("5")
 before = now("VmRSS")
 store = run("large", 1500)
-print(len(store) * store.width * 4, now("VmHWM") - before)
+print(len(store) * width * 4, now("VmHWM") - before)
 """
 
 

@@ -4,6 +4,6 @@ from isokron.attribution.attributor import Attributor
 from isokron.attribution.data import Data
 from isokron.attribution.queries import Query, read_queries
 from isokron.attribution.results import Scores
-from isokron.attribution.store import Store, StoreWriter
+from isokron.attribution.store import Store
 
-__all__ = ["Attributor", "Data", "Query", "Scores", "Store", "StoreWriter", "read_queries"]
+__all__ = ["Attributor", "Data", "Query", "Scores", "Store", "read_queries"]

@@ -12,13 +12,12 @@ from torch import Tensor, nn
 from isokron.attribution.data import Data, Subject, show_example, spread, to_device
 from isokron.attribution.evaluate import Noise
 from isokron.attribution.exact import ExactScorer, Scored
-from isokron.attribution.gradients import DTYPES, SPEARMAN, StoreScorer
+from isokron.attribution.gradients import SPEARMAN, StoreScorer
 from isokron.attribution.memory import Budget, MemoryPlan
-from isokron.attribution.projection import Projection
 from isokron.attribution.queries import Query, as_queries
 from isokron.attribution.results import Explanation, Scores, check_finite, token_table
 from isokron.attribution.run_folder import RunFolder, check_same
-from isokron.attribution.store import Store
+from isokron.attribution.store import DTYPES, Store
 from isokron.curvature import Curvature, find_layers
 from isokron.curvature import fit as fit_curvature
 from isokron.curvature.backward import probe_layers
@@ -229,7 +228,7 @@ class Attributor:
                 "score exactly (--no-store)"
             )
         subject = replace(self.subject, layers=layers)
-        return StoreScorer(subject, self.curvature, ExactScorer(subject, self.inverse))
+        return StoreScorer(subject, ExactScorer(subject, self.inverse))
 
     def build(
         self,
@@ -237,37 +236,26 @@ class Attributor:
         *,
         damping: float = DAMPING,
         dtype: str = "float32",
-        kind: str = "rademacher",
         seed: int = 0,
         queries: Any = None,
     ) -> "Attributor":
         """Store the gradients of all training examples, to answer queries without the data.
 
-        Curvature of two sides (K-FAC, TKFAC, Shampoo) is folded into the rows, which are whitened.
-
         Args:
-            dim: gradients are projected to dim × dim a layer; 0: not projected. Default: the
-                smallest power of two from 16 on whose scores have a rank correlation of 0.9 with
-                exact ones, measured on a sample.
+            dim: a row has dim × dim numbers of every layer, or all of a smaller layer. Default:
+                the smallest power of two from 16 on whose scores have a rank correlation of 0.9
+                with exact ones, measured on a sample.
             damping: of H, as a multiple of each layer's mean eigenvalue.
             dtype: "float32", "bfloat16" or "float16".
-            kind: random numbers of the projection, "rademacher" or "normal".
-            seed: of the projection.
+            seed: of the random signs of the projection.
             queries: for which the default dimension is chosen; default: some training examples.
         """
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {tuple(DTYPES)}, got {dtype!r}")
-        # refuses wrong values before they are recorded
-        Projection(dim or 16, kind, seed)
-        method = (self.folder.stage("fit") or {}).get("method")
-        settings: dict[str, Any] = {
-            "dim": dim,
-            "whiten": method not in (None, "ekfac"),
-            "damping": check_damping(damping),
-            "dtype": dtype,
-            "kind": kind,
-            "seed": seed,
-        }
+        if dim is not None and (not isinstance(dim, int) or dim < 1):
+            raise ValueError(f"dim must be a whole number of at least 1, got {dim!r}")
+        settings: dict[str, Any] = {"dim": dim, "damping": check_damping(damping)}
+        settings |= {"dtype": dtype, "seed": seed}
         limit, scorer = self.budget.limit, self._store_scorer()
         earlier = self.folder.stage("build")
         if dim is None and earlier is not None:
@@ -287,7 +275,7 @@ class Attributor:
 
     def _recorded(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """What decides the numbers of a store."""
-        fit = self.folder.stage("fit") if settings["whiten"] else None
+        fit = self.folder.stage("fit")
         return {"build": dict(settings), "fit": fit, "weights": self.weights}
 
     @cached_property
@@ -299,8 +287,7 @@ class Attributor:
             raise ValueError(f"{path} has no store; build one, or score exactly (--no-store)")
         store = Store.open(self.folder.gradients)
         wanted = self._recorded(settings)
-        stored = {name: store.settings.get(name) for name in wanted}
-        check_same(self.folder.gradients, "store", stored, wanted)
+        check_same(self.folder.gradients, "store", store.schema.settings, wanted)
         return store
 
     def score(
@@ -375,10 +362,9 @@ class Attributor:
         plan, noise = self.memory_plan(queries=queries), None
         if settings["store"]:
             store, scorer, memory = self.store, self._store_scorer(), self.budget.limit // 4
-            build = store.settings["build"]
+            build = store.schema.settings["build"]
             scored = scorer.scores(store, build, queries, memory=memory, **options)
-            if build["dim"]:
-                noise = scorer.noise(queries, scored.scores, damping, plan.block, mean)
+            noise = scorer.noise(queries, scored.scores, damping, plan.block, mean)
         else:
             plan.check()
             scored = self.exact.scores(queries, damping, block=plan.block, **options)
@@ -396,14 +382,12 @@ class Attributor:
 
     def _damping(self, damping: float | None, use_store: bool) -> float:
         build = self.folder.stage("build") if use_store else None
-        # a whitened store has it folded into its rows
-        default = build["damping"] if build is not None and build["whiten"] else None
         if damping is None:
-            return float(DAMPING if default is None else default)
-        if default not in (None, damping):
+            return float(DAMPING if build is None else build["damping"])
+        if build is not None and damping != build["damping"]:
             raise ValueError(
-                f"damping {damping:g} differs from that of the whitened store, {default:g}, which "
-                "is folded into its rows; leave it out, or score exactly (--no-store)"
+                f"damping {damping:g} differs from that of the store, {build['damping']:g}, by "
+                "which its rows are whitened; leave it out, or score exactly (--no-store)"
             )
         return check_damping(damping)
 
@@ -419,17 +403,15 @@ class Attributor:
 
     def projected_scores(self, queries: Sequence[Query], dim: int, **settings: Any) -> Tensor:
         """Scores [Q, N] of a store with these settings of `build`, computed without one."""
-        defaults = {"kind": "rademacher", "seed": 0, "whiten": True, "damping": DAMPING}
-        settings = {**defaults, **settings, "dim": dim}
+        settings = {"seed": 0, "damping": DAMPING, **settings, "dim": dim}
         return self._store_scorer().computed_scores(settings, queries, range(len(self.data)))
 
     def self_influence(self, damping: float | None = None, store: bool | None = None) -> Tensor:
         """⟨∇, H⁻¹∇⟩ of every training example, [N]: large for what is rare or mislabelled.
 
-        A whitened store has it as the squared lengths of its rows; else it takes a pass.
+        A store has it as the squared lengths of its rows; else it takes a pass.
         """
-        stage = self.folder.stage("build")
-        use_store = store is not False and stage is not None and stage["whiten"]
+        use_store = store is not False and self.folder.stage("build") is not None
         damping = self._damping(damping, use_store)
         if use_store:
             return self._store_scorer().self_influence(self.store, self.budget.limit // 4)

@@ -26,27 +26,16 @@ import torch
 from torch import Tensor, nn
 
 from isokron.attribution.queries import Query
-from isokron.attribution.store import differences
+from isokron.attribution.run_folder import check_same
 from isokron.files import write_atomically
 from isokron.tasks import Batch, Examples, Shown, Task
+from isokron.training import Progress, digest, silent
 
 if TYPE_CHECKING:
     from isokron.attribution.attributor import Attributor
 
 # (task, numbers of the training examples to use, seed) → a model trained on them
 Train = Callable[[Task, Tensor, int], nn.Module]
-# (task, its trained model) → self-influence and losses of all training examples: [N], [N]
-SelfInfluence = Callable[[Task, nn.Module], tuple[Tensor, Tensor]]
-Progress = Callable[[str, int, int], None]  # stage, done, of how many
-
-
-@dataclass(frozen=True, eq=False)
-class Retrained:
-    """members: [K, N], the examples of every subset; losses: [K, Q], float64, of queries under the
-    models trained on it, the mean over their seeds."""
-
-    members: Tensor
-    losses: Tensor
 
 
 @dataclass(frozen=True)
@@ -57,6 +46,12 @@ class Noise:
     spearman: float
     standard_error: list[float]
     sample: int
+
+
+def noise(exact: Tensor, projected: Tensor) -> Noise:
+    """The noise of projected scores, measured on a sample of examples. [Q, n], [Q, n]"""
+    residual = (projected.cpu().double() - exact.cpu().double()).square().mean(1).sqrt()
+    return Noise(float(spearman(exact, projected).mean()), residual.tolist(), exact.size(1))
 
 
 def ranks(values: Tensor) -> Tensor:
@@ -72,53 +67,27 @@ def ranks(values: Tensor) -> Tensor:
 
 def spearman(x: Tensor, y: Tensor) -> Tensor:
     """Correlation of ranks along the last dimension, [..., n] → [...]; 0 where one is constant."""
-    if x.shape != y.shape or x.ndim == 0 or x.size(-1) < 2:
-        raise ValueError(
-            "Spearman's ρ needs two tensors of one shape with at least 2 numbers in a row, got "
-            f"{tuple(x.shape)} and {tuple(y.shape)}"
-        )
     x, y = (ranks(values) for values in (x, y))
     x, y = (values - values.mean(-1, keepdim=True) for values in (x, y))
     lengths = (x.square().sum(-1) * y.square().sum(-1)).sqrt()
     return torch.where(lengths > 0, (x * y).sum(-1) / lengths, 0.0)
 
 
-def noise(exact: Tensor, projected: Tensor) -> Noise:
-    """The noise of projected scores, measured on a sample of examples. [Q, n], [Q, n]"""
-    residual = (projected.cpu().double() - exact.cpu().double()).square().mean(1).sqrt()
-    return Noise(float(spearman(exact, projected).mean()), residual.tolist(), exact.size(1))
-
-
 def mislabel_auc(scores: Tensor, flipped: Tensor) -> float:
     """How likely a flipped example has a larger score, such as self-influence or loss, than one
     that is right, half for equals. [n], [n]"""
     wrong, right = int(flipped.sum()), int((~flipped).sum())
-    if scores.shape != flipped.shape or scores.ndim != 1 or not wrong or not right:
-        raise ValueError(
-            f"an AUC needs scores [n] and as many booleans of both kinds, got {list(scores.shape)} "
-            f"and {list(flipped.shape)} with {wrong} True and {right} False"
-        )
     # Mann–Whitney: the ranks of the flipped, less those they have among themselves
     above = float(ranks(scores)[flipped.cpu()].sum()) - wrong * (wrong - 1) / 2
     return above / (wrong * right)
 
 
-def lds_by_query(scores: Tensor, retrained: Retrained) -> Tensor:
-    """The LDS of scores [Q, N] for every query: [Q]; 0 where nothing differs between subsets."""
-    members, losses = retrained.members, retrained.losses
-    if scores.shape != (losses.size(1), members.size(1)):
-        raise ValueError(
-            f"scores must be [queries, examples] = [{losses.size(1)}, {members.size(1)}], as the "
-            f"models were asked for, got {tuple(scores.shape)}"
-        )
+def lds_by_query(scores: Tensor, members: Tensor, losses: Tensor) -> Tensor:
+    """The LDS of scores [Q, N] for every query: [Q]; 0 where nothing differs between subsets.
+
+    members: [K, N], the examples of every subset; losses: [K, Q], of models trained on them.
+    """
     return spearman(scores.cpu().double() @ members.double().mT, -losses.mT)
-
-
-def compression(
-    exact: Tensor, projected: Callable[[int], Tensor], dims: Sequence[int]
-) -> dict[int, float]:
-    """Spearman's ρ of projected and exact scores [Q, N], the mean over queries, by dimension."""
-    return {dim: float(spearman(projected(dim), exact).mean()) for dim in dims}
 
 
 def subsets(count: int, examples: int, fraction: float = 0.5, seed: int = 0) -> Tensor:
@@ -146,59 +115,49 @@ def retrain(
     *,
     repeats: int = 1,
     seed: int = 0,
-    settings: Mapping[str, Any] | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Retrained:
-    """Train models on subsets of the training examples and ask each for the losses of all queries.
+    progress: Progress = silent,
+) -> Tensor:
+    """Losses [K, Q] of queries, in float64, under models trained on K subsets of the examples.
 
     Args:
         folder: of the results; what is there is not computed again, and refused if it is of other
-            settings, subsets or queries.
+            subsets or queries.
         task: its first N training examples are used.
         train: (task, indices, seed) → trained model.
         members: [K, N], booleans.
         queries: batches of any number of examples each.
-        repeats: models of a subset, each with a seed of its own.
+        repeats: models of a subset, each with a seed of its own, whose losses are averaged.
         seed: of all models.
-        settings: JSON-able, what else decides the numbers.
         progress: told how many models are done, of how many.
     """
-    if members.ndim != 2 or members.dtype != torch.bool or members.size(1) > len(task.train):
-        raise ValueError(
-            f"members must be booleans [subsets, examples], of at most {len(task.train)} examples, "
-            f"got {members.dtype} {tuple(members.shape)}"
-        )
-    if repeats < 1 or not queries:
-        raise ValueError(f"give at least 1 repeat and a query, got {repeats} and {len(queries)}")
     folder.mkdir(parents=True, exist_ok=True)
-    asked = _digest([tensor for batch in queries for tensor in batch])
+    asked = digest([tensor for batch in queries for tensor in batch])
     total, losses = len(members) * repeats, []
     for number in range(total):
-        progress(number, total)
+        progress("retrain", number, total)
         k, repeat = divmod(number, repeats)
-        head = {**(settings or {}), "subset": k, "seed": _seed_of("model", seed, k, repeat)}
-        head |= {"examples": _digest([members[k]]), "queries": asked}
-        train_one = partial(_losses, task, train, members[k].nonzero()[:, 0], queries, head)
-        losses.append(_computed_once(folder / f"{k:05d}-{repeat}.json", head, train_one))
-    progress(total, total)
-    by_model = torch.tensor(losses, dtype=torch.float64)
-    return Retrained(members, by_model.unflatten(0, (-1, repeats)).mean(1))
+        settings = {"seed": _seed_of("model", seed, k, repeat), "queries": asked}
+        settings |= {"examples": digest([members[k]])}
+        compute = partial(_losses, task, train, members[k], queries, settings["seed"])
+        losses.append(_computed_once(folder / f"{k:05d}-{repeat}.json", settings, compute))
+    progress("retrain", total, total)
+    return torch.tensor(losses, dtype=torch.float64).unflatten(0, (-1, repeats)).mean(1)
 
 
 @torch.no_grad()
 def _losses(
-    task: Task, train: Train, examples: Tensor, queries: Sequence[Batch], head: Mapping[str, Any]
+    task: Task, train: Train, members: Tensor, queries: Sequence[Batch], seed: int
 ) -> list[float]:
     """Of all queries, under a model trained on these examples."""
-    model = _trained(task, train, examples, head["seed"])
+    model = _trained(task, train, members.nonzero()[:, 0], seed)
     device = next(model.parameters()).device
     batches = [tuple(part.to(device) for part in batch) for batch in queries]
     losses = [loss for batch in batches for loss in task.losses(model, batch).tolist()]
     for number, loss in enumerate(losses):
         if not math.isfinite(loss):
             raise FloatingPointError(
-                f"the model of subset {head['subset']} has a loss of {loss} on query {number}; "
-                "train it with a smaller learning rate"
+                f"a retrained model (seed {seed}) has a loss of {loss} on query {number}; train it "
+                "with a smaller learning rate"
             )
     return losses
 
@@ -244,136 +203,107 @@ def label_column(task: Task) -> int | None:
     return None
 
 
-def mislabelled(
-    task: Task, train: Train, self_influence: SelfInfluence, fraction: float, seed: int = 0
-) -> dict[str, float]:
-    """AUCs of self-influence and of losses for a model trained where labels are flipped."""
-    wrong, flipped = with_flipped_labels(task, fraction, _seed_of("flipped", seed))
-    everything = torch.arange(len(wrong.train))
-    model = _trained(wrong, train, everything, _seed_of("mislabelled", seed))
-    influence, losses = self_influence(wrong, model)
-    return {
-        "self-influence": mislabel_auc(influence, flipped),
-        "loss": mislabel_auc(losses, flipped),
-    }
-
-
 def evaluate(
-    folder: Path,
-    task: Task,
+    attributor: "Attributor",
     train: Train,
-    queries: Sequence[Batch],
-    scores: Mapping[str, Tensor],
+    queries: int = 20,
     *,
-    projected: Mapping[str, tuple[str, Callable[[int], Tensor]]] | None = None,
-    dims: Sequence[int] = (16, 32, 64),
-    self_influence: SelfInfluence | None = None,
-    flipped: float = 0.1,
-    models: int = 50,
+    models: int = 20,
     fraction: float = 0.5,
+    dims: Sequence[int] = (16, 32, 64),
+    flipped: float = 0.1,
+    damping: float = 0.1,
     seed: int = 0,
-    settings: Mapping[str, Any] | None = None,
-    progress: Progress = lambda stage, done, total: None,
+    progress: Progress = silent,
 ) -> dict[str, Any]:
-    """Measure how far scores can be trusted, and write it into a folder.
+    """Measure how far the scores of a run on a task can be trusted, and write it into its folder.
 
     Args:
-        folder: of the results; what was finished before a kill is not computed again.
-        task: with exactly the training examples that were scored.
+        attributor: with a task and a fitted curvature.
         train: (task, indices, seed) → a new model, trained as the one that was scored.
-        queries: batches, Q examples in all.
-        scores: name of a method → its scores [Q, N] of all training examples.
-        projected: name of a projection → name of the exact scores among `scores`, and dim → scores.
-        dims: dimensions of projections to compare.
-        self_influence: (task, model) → self-influence and losses [N]; None leaves labels alone.
-        flipped: part of the labels that is made wrong; 0, and tasks without labels, leave it out.
+        queries: the first so many evaluation examples are asked for.
         models: random subsets to retrain on.
         fraction: part of the examples in a subset.
+        dims: dimensions of stores whose scores are compared with exact ones.
+        flipped: part of the labels that is made wrong; 0, and tasks without labels, leave it out.
+        damping: of H, as a multiple of each layer's mean eigenvalue.
         seed: of everything random.
-        settings: JSON-able, what else decides the numbers.
         progress: told of every stage.
     """
-    settings = {**(settings or {}), "data": _digest(task.train.tensors)}
+    a, task, stage = attributor, attributor.task, attributor.folder.stage("fit")
+    if task is None or stage is None:
+        raise ValueError(
+            f"evaluate needs a run on a task with curvature, {a.folder.path} has "
+            f"{'no curvature' if task else 'no task'}; run: isokron fit {a.folder.path} --task …"
+        )
+    size = min(task.batch_size, len(a.data))
+    examples = Examples(a.data.batch(range(len(a.data))))
+    scored = replace(task, train=examples, ids=a.data.ids, lengths=None, batch_size=size)
     # what can fail at once comes before the hours of retraining
-    members = subsets(models, len(task.train), fraction, seed)
-    by_dim = {}
-    for name, (method, score) in (projected or {}).items():
-        correlations = compression(scores[method], score, dims)
-        by_dim[name] = {str(dim): value for dim, value in correlations.items()}
-    told = partial(progress, "retrain")
-    options: dict[str, Any] = {"seed": seed, "settings": settings, "progress": told}
-    outcome = retrain(folder / "subsets", task, train, members, queries, **options)
-    lds = {name: _summary(lds_by_query(values, outcome)) for name, values in scores.items()}
+    members = subsets(models, len(examples), fraction, seed)
+    batches = [task.held_out.batch(torch.tensor([number])) for number in range(queries)]
+    asked = [Query(batch, (Shown(),), "") for batch in batches]
+    gradients_only = replace(a.exact, inverse=lambda damping: None)
+    exact = a.exact.scores(asked, damping, block=queries).scores
+    scores = {
+        "gradients": gradients_only.scores(asked, damping, block=queries).scores,
+        stage["method"]: exact,
+    }
+    by_dim = {
+        str(dim): float(spearman(a.projected_scores(asked, dim, damping=damping), exact).mean())
+        for dim in dims
+    }
+    folder = a.folder.path / "evaluation"
+    losses = retrain(
+        folder / "subsets", scored, train, members, batches, seed=seed, progress=progress
+    )
+    lds = {name: _summary(lds_by_query(s, members, losses)) for name, s in scores.items()}
     aucs = None
-    if flipped and self_influence is not None and label_column(task) is not None:
-        head = {**settings, "flipped": flipped, "seed": seed}
-        find = partial(mislabelled, task, train, self_influence, flipped, seed)
-        aucs = _computed_once(folder / "mislabelled.json", head, find)
+    if flipped and label_column(scored) is not None:
+        settings = {"flipped": flipped, "damping": damping, "seed": seed}
+        find = partial(_mislabelled, a, scored, train, flipped, damping, seed)
+        aucs = _computed_once(folder / "mislabelled.json", settings, find)
     results = {
-        **{"format": "isokron evaluation", "version": 2, **settings, "seed": seed},
-        **{"subsets": models, "fraction": fraction, "flipped": flipped},
-        **{"examples": len(task.train), "queries": outcome.losses.size(1)},
-        **{"lds": lds, "compression": by_dim, "mislabelled": aucs},
+        **{"format": "isokron evaluation", "version": 3, "fit": stage, "damping": damping},
+        **{"seed": seed, "subsets": models, "fraction": fraction, "flipped": flipped},
+        **{"examples": len(examples), "queries": queries},
+        **{"lds": lds, "projected": by_dim, "mislabelled": aucs},
     }
     content = json.dumps(results, indent=1, ensure_ascii=False).encode()
     write_atomically(folder / "evaluation.json", [content, b"\n"])
     return results
 
 
-def _computed_once(path: Path, head: Mapping[str, Any], compute: Callable[[], Any]) -> Any:
+def _mislabelled(
+    a: "Attributor", task: Task, train: Train, fraction: float, damping: float, seed: int
+) -> dict[str, float]:
+    """AUCs of self-influence and of losses for a model trained where labels are flipped."""
+    wrong, flipped = with_flipped_labels(task, fraction, _seed_of("flipped", seed))
+    everything = torch.arange(len(wrong.train))
+    model = _trained(wrong, train, everything, _seed_of("mislabelled", seed))
+    with TemporaryDirectory() as folder:
+        run = type(a)(folder, model, task=wrong, layers=a.patterns)
+        run.fit(**(a.folder.stage("fit") or {}))
+        query = Query(wrong.held_out.batch(torch.tensor([0])), (Shown(),), "")
+        losses = run.exact.scores([query], damping, block=1).losses
+        assert losses is not None
+        influence = run.self_influence(damping)
+    return {
+        "self-influence": mislabel_auc(influence, flipped),
+        "loss": mislabel_auc(losses, flipped),
+    }
+
+
+def _computed_once(path: Path, settings: Mapping[str, Any], compute: Callable[[], Any]) -> Any:
     """A result from its file, which must be of the same settings, or computed and written."""
     if path.exists():
         record = json.loads(path.read_text(encoding="utf-8"))
         result = record.pop("result")
-        if lines := differences(record, json.loads(json.dumps(head))):
-            wrong = f"is of another evaluation: {'; '.join(lines)}"
-            raise ValueError(f"{path} {wrong}; use the same settings or a new folder")
+        check_same(path, "evaluation", record, settings)
         return result
     result = compute()
-    write_atomically(path, [json.dumps({**head, "result": result}, indent=1).encode(), b"\n"])
+    write_atomically(path, [json.dumps({**settings, "result": result}, indent=1).encode(), b"\n"])
     return result
-
-
-def evaluate_run(
-    attributor: "Attributor", train: Train, queries: int, *, damping: float = 0.1, **options: Any
-) -> dict[str, Any]:
-    """`evaluate` of a run on a task: its scores of the first evaluation examples, beside those of
-    gradients alone, projected scores and self-influence. options: those of `evaluate`."""
-    a, task, stage = attributor, attributor.task, attributor.folder.stage("fit")
-    assert task is not None
-    if stage is None:
-        raise ValueError(f"{a.folder.path} has no curvature; run: isokron fit {a.folder.path}")
-    batches = [task.held_out.batch(torch.tensor([number])) for number in range(queries)]
-    asked = [Query(batch, (Shown(),), "") for batch in batches]
-    plain = replace(a.exact, inverse=lambda damping: None)
-    method = stage["method"]
-    scores = {
-        "gradients": plain.scores(asked, damping, block=queries).scores,
-        method: a.exact.scores(asked, damping, block=queries).scores,
-    }
-
-    def self_influence(task: Task, model: nn.Module) -> tuple[Tensor, Tensor]:
-        with TemporaryDirectory() as folder:
-            other = type(a)(folder, model, task=task, layers=a.patterns).fit(**stage)
-            losses = other.exact.scores(asked[:1], damping, block=1).losses
-            assert losses is not None
-            return other.self_influence(damping), losses
-
-    examples = Examples(a.data.batch(range(len(a.data))))
-    size = min(task.batch_size, len(examples))
-    scored = replace(task, train=examples, ids=a.data.ids, lengths=None, batch_size=size)
-    projected = {"whitened": (method, partial(a.projected_scores, asked, damping=damping))}
-    return evaluate(
-        a.folder.path / "evaluation",
-        scored,
-        train,
-        batches,
-        scores,
-        projected={} if method == "ekfac" else projected,
-        self_influence=self_influence,
-        settings={"damping": damping, "fit": stage},
-        **options,
-    )
 
 
 def _summary(values: Tensor) -> dict[str, float]:
@@ -397,11 +327,3 @@ def _seed_of(*names: str | int) -> int:
     """A seed for a thing of this name, unlike any other's: 63 bits of SHA-256."""
     digest = hashlib.sha256(json.dumps(names).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
-
-
-def _digest(tensors: Sequence[Tensor]) -> str:
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        digest.update(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
-        digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]

@@ -12,17 +12,9 @@ from torch import Tensor
 from isokron.attribution.data import Data, Subject, spread, to_device
 from isokron.attribution.evaluate import Noise, noise
 from isokron.attribution.exact import ExactScorer, Scored, positions
-from isokron.attribution.projection import (
-    Encoding,
-    Projection,
-    choose_dim,
-    collect,
-    encoding,
-)
+from isokron.attribution.projection import Encoder, choose_dim, collect, encoders
 from isokron.attribution.queries import Query
-from isokron.attribution.score import query_gradients
-from isokron.attribution.store import Span, Store, StoreWriter
-from isokron.curvature import Curvature
+from isokron.attribution.store import Schema, Span, Store
 from isokron.distributed import Ranks
 from isokron.distributed.team import in_turn, share, side_by_side, together
 from isokron.tasks import Shown
@@ -32,53 +24,30 @@ SHARD = 128 * 2**20  # bytes of gradients in a shard, unless memory is less
 SAMPLE = 64  # training examples on which projected scores are compared with exact ones
 ASKED = 8  # queries for which a dimension is chosen
 SPEARMAN = 0.9  # rank correlation with exact scores that the default dimension must reach
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, eq=False)
 class StoreScorer:
-    """Rows of a store as its settings say: dim, whiten, damping, dtype, kind and seed.
+    """Rows of a store as its settings say: dim, damping, dtype and seed.
 
-    `subject`: with the layers that are projected; `curvature`: None for H = I.
+    `subject`: with the layers that are projected; `exact`: scores and H⁻¹ of the same layers.
     """
 
     subject: Subject
-    curvature: Curvature | None
     exact: ExactScorer
 
-    def encoding(self, settings: Mapping[str, Any]) -> Encoding:
-        projection = None
-        if settings["dim"]:
-            projection = Projection(settings["dim"], settings["kind"], settings["seed"])
-        return encoding(
-            self.subject.layers,
-            projection,
-            whiten=self.curvature if settings["whiten"] else None,
-            damping=settings["damping"],
-            device=self.subject.device,
-        )
+    def encoders(self, settings: Mapping[str, Any]) -> dict[str, Encoder]:
+        inverse = self.exact.inverse(settings["damping"])
+        layers, device = self.subject.layers, self.subject.device
+        return encoders(layers, settings["dim"], settings["seed"], inverse, device)
 
-    def query_rows(
-        self, rows_of: Encoding, queries: Sequence[Query], settings: Mapping[str, Any]
-    ) -> Tensor:
-        """Queries as rows: like those of the store, or H⁻¹∇ projected where it is not whitened."""
+    def query_rows(self, by_name: dict[str, Encoder], queries: Sequence[Query]) -> Tensor:
+        """One row for every query, as those of the store: [Q, D]"""
         subject, rows = self.subject, list[Tensor]()
         batches = [to_device(query.batch, subject.device) for query in queries]
-        if settings["whiten"] or self.curvature is None:
-            collect(
-                subject.model,
-                batches,
-                subject.loss,
-                rows_of,
-                lambda part, _: rows.append(part.sum(0, keepdim=True)),
-            )
-        else:
-            inverse = self.exact.inverse(settings["damping"])
-            for batch in batches:
-                one = query_gradients(subject, [batch], inverse, dense=True)
-                matrices = {name: part.matrices for name, part in one.layers.items()}
-                rows.append(rows_of.matrices(matrices))
-        return torch.cat(rows).float().cpu()
+        # all rows of a query's batch count together
+        collect(subject.model, batches, subject.loss, by_name, lambda r, _: rows.append(r.sum(0)))
+        return torch.stack(rows).float().cpu()
 
     def scores(
         self,
@@ -92,36 +61,28 @@ class StoreScorer:
         unit: bool = False,
     ) -> Scored:
         """Products of the queries' rows with all rows of the store, block by block."""
-        rows = self.query_rows(self.encoding(settings), queries, settings)
-        if unit and not (settings["whiten"] or self.curvature is None):
-            raise ValueError(
-                "unit scores of a store need whitened rows, whose lengths are those of H^(-1/2)∇; "
-                "fit kfac, tkfac or shampoo and build again, or score exactly (--no-store)"
-            )
+        rows = self.query_rows(self.encoders(settings), queries)
         rows = rows.mean(0, keepdim=True) if mean else rows
-        names = [layer.name for layer in self.subject.layers]
-        columns = [store.columns(name) for name in names]
+        columns = [store.columns(layer.name) for layer in self.subject.layers]
         ranks = self.subject.ranks
         parts, squares = [torch.zeros(len(rows), len(columns), 0)], [torch.zeros(0)]
         with together(ranks, "scoring shards"):
-            for _, block in store.blocks(memory, share(ranks, len(store.shards))):
+            for block in store.blocks(memory, share(ranks, store.schema.shards)):
                 stored = block.float()
                 parts.append(torch.stack([rows[:, c] @ stored[:, c].mT for c in columns], 1))
-                squares.append(stored.double().square().sum(1).float())
+                squares.append(stored.square().sum(1))
         total = side_by_side(ranks, torch.cat(parts, 2))
-        # added up in float64: rows of whole gradients have millions of columns
-        scores = total.double().sum(1).float()
         lengths = None
         if unit:
             roots = side_by_side(ranks, torch.cat(squares)).sqrt()
             lengths = (rows.norm(dim=1)[:, None] * roots).clamp_min(1e-30)
-        return Scored(scores, total if by_layer else None, lengths, store.extra("loss"))
+        return Scored(total.sum(1), total if by_layer else None, lengths, store.extra("loss"))
 
     def self_influence(self, store: Store, memory: int) -> Tensor:
-        """Squared lengths of whitened rows: [N]"""
+        """Squared lengths of rows, ⟨∇, H⁻¹∇⟩ of every example: [N]"""
         ranks, parts = self.subject.ranks, [torch.zeros(0)]
         with together(ranks, "scoring shards"):
-            for _, block in store.blocks(memory, share(ranks, len(store.shards))):
+            for block in store.blocks(memory, share(ranks, store.schema.shards)):
                 parts.append(block.float().square().sum(1))
         return side_by_side(ranks, torch.cat(parts))
 
@@ -133,98 +94,79 @@ class StoreScorer:
         self, queries: Sequence[Query], scores: Tensor, damping: float, block: int, mean: bool
     ) -> Noise:
         """Projected scores of all examples against exact ones of a sample."""
-        right = self.exact.scores(
-            queries, damping, block=block, mean=mean, numbers=self.sample()
-        ).scores
-        return noise(right, scores[:, self.sample()])
+        sample = self.sample()
+        exact = self.exact.scores(queries, damping, block=block, mean=mean, numbers=sample)
+        return noise(exact.scores, scores[:, sample])
 
     def chosen_dim(
         self, settings: Mapping[str, Any], queries: Sequence[Query], memory: int
     ) -> int | None:
         """The smallest dimension whose scores agree with exact ones on a sample; None if no store
         within the memory does."""
-        subject, sample = self.subject, self.sample()
+        data, sample = self.subject.data, self.sample()
         if not queries:
-            data = subject.data
             numbers = spread(len(data), min(ASKED, len(data)))
             queries = [Query(data.batch([n]), (Shown(title=data.ids[n]),), "") for n in numbers]
         queries = queries[:ASKED]
-        right = self.exact.scores(
+        exact = self.exact.scores(
             queries, settings["damping"], block=len(queries), numbers=sample
         ).scores
 
         def measure(dim: int) -> float:
-            wanted = {**settings, "dim": dim}
-            return noise(right, self.computed_scores(wanted, queries, sample)).spearman
+            projected = self.computed_scores({**settings, "dim": dim}, queries, sample)
+            return noise(exact, projected).spearman
 
-        return choose_dim(subject.layers, len(subject.data), memory, measure, SPEARMAN)[0]
+        return choose_dim(self.subject.layers, len(data), memory, measure, SPEARMAN)
 
     def computed_scores(
         self, settings: Mapping[str, Any], queries: Sequence[Query], numbers: Sequence[int]
     ) -> Tensor:
         """Scores [Q, n] of some examples, whose rows are not stored."""
-        subject, rows_of, rows = self.subject, self.encoding(settings), list[Tensor]()
-        plan = subject.data.plan(numbers)
-        batches = subject.batches(plan)
-        collect(subject.model, batches, subject.loss, rows_of, lambda part, _: rows.append(part))
-        stored = torch.cat(rows).float().cpu()[positions(plan, numbers)]
-        return self.query_rows(rows_of, queries, settings) @ stored.mT
+        by_name, plan = self.encoders(settings), self.subject.data.plan(numbers)
+        rows, _ = self._rows(by_name, plan)
+        return self.query_rows(by_name, queries) @ rows[positions(plan, numbers)].mT
 
     def build(
-        self,
-        folder: Path,
-        settings: Mapping[str, Any],
-        recorded: Mapping[str, Any],
-        memory: int,
+        self, folder: Path, settings: Mapping[str, Any], recorded: dict[str, Any], memory: int
     ) -> Store:
         """One row of every example in `folder`; finished shards of an earlier call stay.
 
         `recorded`: all that decides the numbers; a folder that has others is refused. Ranks share
-        the shards: one begins the store and finishes it.
+        the shards.
         """
-        subject, ranks = self.subject, self.subject.ranks
-        rows_of, dtype = self.encoding(settings), DTYPES[settings["dtype"]]
-        per_shard = shard_size(rows_of.width * dtype.itemsize, len(subject.data), memory)
+        data, ranks, by_name = self.subject.data, self.subject.ranks, self.encoders(settings)
+        columns = {name: encoder.width for name, encoder in by_name.items()}
+        per_shard = shard_size(4 * sum(columns.values()), len(data), memory)
         if ranks is not None:
             ranks.agree("examples in a shard", per_shard)
+        schema = Schema(recorded, columns, len(data), per_shard, settings["dtype"])
         with in_turn(ranks, "opening the store"):
-            writer = StoreWriter.open(
-                folder,
-                settings=recorded,
-                columns=rows_of.columns(),
-                examples=len(subject.data),
-                examples_per_shard=per_shard,
-                dtype=dtype,
-            )
-        missing = _missing(writer, ranks)
-        own = missing if ranks is None else missing[ranks.rank :: ranks.size]
-        total, done = sum(span.last - span.first for span in own), 0
-        subject.progress("build", 0, total)
+            store = Store.begin(folder, schema)
+        spans = _missing(store, ranks)
+        spans = spans if ranks is None else spans[ranks.rank :: ranks.size]
+        total, done = sum(span.last - span.first for span in spans), 0
+        self.subject.progress("build", 0, total)
         with together(ranks, "building shards"):
-            for span in own:
-                rows, losses = self._shard(rows_of, span)
-                ids = subject.data.ids[span.first : span.last]
-                writer.write(span.number, rows, ids=ids, extra={"loss": losses})
-                done += span.last - span.first
-                subject.progress("build", done, total)
+            for number, first, last in spans:
+                plan = data.plan(range(first, last))
+                rows, losses = (x[positions(plan, None)] for x in self._rows(by_name, plan))
+                store.write(number, rows, data.ids[first:last], {"loss": losses})
+                done += last - first
+                self.subject.progress("build", done, total)
         with in_turn(ranks, "finishing the store"):
-            return writer.finish() if ranks is None or ranks.rank == 0 else Store.open(folder)
+            return store.finish()
 
-    def _shard(self, rows_of: Encoding, span: Span) -> tuple[Tensor, Tensor]:
-        """Rows [n, D] and losses [n] of a shard's examples, on the CPU, in their order."""
-        subject = self.subject
-        plan = subject.data.plan(range(span.first, span.last))
-        rows: list[Tensor] = []
-        losses: list[Tensor] = []
+    def _rows(self, by_name: dict[str, Encoder], plan: list[list[int]]) -> tuple[Tensor, Tensor]:
+        """Rows [n, D] and losses [n] of some examples, on the CPU, in the order of the plan."""
+        subject, rows, losses = self.subject, list[Tensor](), list[Tensor]()
 
-        def take(part: Tensor, of_examples: Tensor) -> None:
-            _check_finite(part, of_examples, subject.data, plan[len(rows)])
-            rows.append(part.cpu())
-            losses.append(of_examples.cpu())
+        def take(batch_rows: Tensor, batch_losses: Tensor) -> None:
+            _check_finite(batch_rows, batch_losses, subject.data, plan[len(rows)])
+            rows.append(batch_rows.cpu())
+            losses.append(batch_losses.cpu())
 
-        collect(subject.model, subject.batches(plan), subject.loss, rows_of, take)
-        order = torch.tensor([number for batch in plan for number in batch]).argsort()
-        return torch.cat(rows)[order], torch.cat(losses)[order]
+        collect(subject.model, subject.batches(plan), subject.loss, by_name, take)
+        return torch.cat(rows), torch.cat(losses)
 
 
 def _check_finite(rows: Tensor, losses: Tensor, data: Data, numbers: list[int]) -> None:
@@ -248,12 +190,12 @@ def shard_size(row: int, examples: int, memory: int) -> int:
     return max(1, min(examples, limit // row, -(-examples // SHARDS)))
 
 
-def _missing(writer: StoreWriter, ranks: Ranks | None) -> list[Span]:
+def _missing(store: Store, ranks: Ranks | None) -> list[Span]:
     """The shards to write; ranks check some each of those that are there."""
     if ranks is None:
-        return writer.missing()
+        return store.missing()
     with together(ranks, "looking for shards"):
-        own = writer.missing(range(ranks.rank, writer.schema.shards, ranks.size))
-    texts = ranks.gather_text(json.dumps([span.number for span in own]))
+        spans = store.missing(range(ranks.rank, store.schema.shards, ranks.size))
+    texts = ranks.gather_text(json.dumps([span.number for span in spans]))
     numbers = sorted(number for text in texts for number in json.loads(text))
-    return [writer.schema.span(number) for number in numbers]
+    return [store.schema.span(number) for number in numbers]

@@ -20,7 +20,7 @@ from torch import Tensor
 from isokron.attribution.data import to_device, update_hash
 from isokron.attribution.exact import ExactScorer
 from isokron.attribution.queries import Query
-from isokron.attribution.verify import verify
+from isokron.attribution.verify import calibrate, verify
 from isokron.distributed.team import in_turn, share, together
 from isokron.files import write_atomically
 
@@ -253,7 +253,7 @@ class Explanation:
         tokens: dict[int, list[float]] = {}
         lengths: dict[int, float] = {}
         if len(queries) == 1:
-            tokens, lengths = self._explain_(answer, queries[0], signs)
+            tokens, lengths = self._explain_(answer, queries[0], signs, row)
         for side, numbers in zip(("proponents", "opponents"), signs, strict=True):
             answer[side] = [
                 self._item(answer, number, n, tokens.get(n, []), lengths.get(n)) for n in numbers
@@ -261,7 +261,7 @@ class Explanation:
         return {**answer, "histogram": list(histogram(row))}
 
     def _explain_(
-        self, answer: dict[str, Any], query: Query, signs: Signs
+        self, answer: dict[str, Any], query: Query, signs: Signs, row: Tensor
     ) -> tuple[dict[int, list[float]], dict[int, float]]:
         """Add to the answer what the model says of a single query and where in it influence lies.
 
@@ -276,7 +276,8 @@ class Explanation:
         if a.task is not None and a.task.said is not None:
             batch = to_device(query.batch, a.subject.device)
             answer["said"] = a.task.said(a.subject.model, batch)
-        answer["verify"] = self._verify(query, signs)
+        if self.settings["verify"] and signs[0]:
+            answer |= self._verify(query, signs, float(sum(row[n] for n in signs[0])))
         if signs[0] and count > 1:
             answer["token_scores"] = aligned(a.exact.query_tokens(query, signs[0], damping), count)
         tokens, squares = a.exact.example_tokens([*signs[0], *signs[1]], gradients)
@@ -309,7 +310,7 @@ class Explanation:
             "id": a.data.ids[example],
             "score": score,
             "share": score / positive if positive > 0 else 0.0,
-            "nats": None,
+            "nats": None if answer["calibration"] is None else answer["calibration"] * score,
             "per_token": score / tokens if tokens > 1 else None,
             "cosine": cosine,
             "tokens_counted": tokens or None,
@@ -320,23 +321,20 @@ class Explanation:
             "shown": shown.to_json(),
         }
 
-    def _verify(self, query: Query, signs: Signs) -> dict[str, Any] | None:
-        """Real steps on the top examples; None if not asked for, or without proponents."""
-        proponents, opponents = signs
-        if not self.settings["verify"] or not proponents:
-            return None
-        subject = self.attributor.subject
+    def _verify(self, query: Query, signs: Signs, predicted: float) -> dict[str, Any]:
+        """Real steps on the top examples. predicted: the sum of the proponents' scores."""
+        a, subject, (proponents, opponents) = self.attributor, self.attributor.subject, signs
         # the same random examples in every run
         others = sorted(set(range(len(subject.data))) - {*proponents, *opponents})
         drawn = random.Random(0).sample(others, min(len(proponents), len(others))) or proponents
-        changes = verify(
-            subject.model,
-            subject.loss,
-            to_device(query.batch, subject.device),
-            subject.batch,
-            {"proponents": proponents, "random": drawn, "opponents": opponents},
-        )
-        return {"examples": len(proponents), **changes}
+        groups = {"proponents": proponents, "random": drawn, "opponents": opponents}
+        batch = to_device(query.batch, subject.device)
+        changes = verify(subject, batch, groups)
+        inverse, calibration = a.inverse(self.settings["damping"]), None
+        # a cosine is no share of a change
+        if inverse is not None and not self.settings["unit"]:
+            calibration = calibrate(subject, batch, proponents, inverse, predicted)
+        return {"verify": {"examples": len(proponents), **changes}, "calibration": calibration}
 
 
 def aligned(values: Sequence[float], count: int) -> list[float]:

@@ -1,63 +1,127 @@
-"""One real training step on the proponents of a query, on random examples, and on its opponents.
+"""Real steps from the trained weights, to check what scores say of a query, without retraining.
 
-The model is not changed: a step is taken on copies of its weights. All steps have the same length,
-so that what differs is their direction only: the largest with which no step, to first order, lowers
-the loss of its own examples by more than a hundredth.
+`verify` takes one training step on the proponents of a query, one on random examples and one on the
+opponents. `calibrate` measures what leaving examples out would do to the query's loss.
+
+The model is not changed: steps are taken on copies of its weights.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from isokron.curvature.losses import Likelihood, Loss, terms_and_weights
+from isokron.attribution.data import Subject, spread
+from isokron.curvature import Curvature
+from isokron.curvature.losses import terms_and_weights
 
 SHARE = 0.01  # of the examples' own loss, by which a step lowers it at most, to first order
+SAMPLE = 64  # training examples that curvature along a direction is measured on
+LINEAR = (0.5, 2.0)  # change of a loss over what scores predict, within which they are trusted
+
+Weights = dict[str, Tensor]
 
 
 def verify(
-    model: nn.Module,
-    loss: Loss | Likelihood,
-    query: Any,
-    batch: Callable[[Sequence[int]], Any],
-    groups: Mapping[str, Sequence[int]],
-    share: float = SHARE,
+    subject: Subject, query: Any, groups: Mapping[str, Sequence[int]], share: float = SHARE
 ) -> dict[str, float | None]:
     """The query's loss "before", and its change in nats after one step on each group of examples.
 
-    `batch`: the training examples of some numbers, on the model's device. An empty group has None.
-    "step": the length of the steps.
+    All steps have the same length, so that what differs is their direction only: the largest with
+    which no step, to first order, lowers the loss of its own examples by more than `share`. An
+    empty group has None. "step": the length of the steps.
     """
-    module = getattr(model, "_orig_mod", model)  # a compiled model shares its weights
-    modes = {part: part.training for part in module.modules()}
-    # in half precision a small step would be lost in rounding
-    params = {name: _wide(param.detach()) for name, param in module.named_parameters()}
-    query = _wide(query)
-    module.eval()
-    try:
-        before = _total(module, params, loss, query)
-        gradients = {
-            name: _gradient(module, params, loss, _wide(batch(numbers)))
+    with _at_weights(subject) as (weights, total):
+        before = float(total(weights, query))
+        steps = {
+            name: _gradient(weights, total, subject.batch(numbers))
             for name, numbers in groups.items()
             if numbers
         }
-        step = min(share * value / max(norm, 1e-30) for value, norm, _ in gradients.values())
-        changes: dict[str, float | None] = {"step": step, "before": before}
+        norms = {name: max(_norm(gradient), 1e-30) for name, (_, gradient) in steps.items()}
+        length = min(share * steps[name][0] / norms[name] for name in steps)
+        changes: dict[str, float | None] = {"step": length, "before": before}
         for name in groups:
             changes[name] = None
-            if name in gradients:
-                _, norm, grads = gradients[name]
-                stepped = {
-                    key: param - step / max(norm, 1e-30) * grads[key] if key in grads else param
-                    for key, param in params.items()
-                }
-                changes[name] = _total(module, stepped, loss, query) - before
+            if name in steps:
+                stepped = _moved(weights, steps[name][1], -length / norms[name])
+                changes[name] = float(total(stepped, query)) - before
+    return changes
+
+
+def calibrate(
+    subject: Subject, query: Any, examples: Sequence[int], inverse: Curvature, predicted: float
+) -> float | None:
+    """Nats of the query's loss for one unit of score, where leaving out `examples` is predictable.
+
+    Without these examples the loss of all others is L − L_S, whose minimum along d = H⁻¹∇L_S is at
+    α = ⟨d, ∇L_S⟩ / ⟨d, ∇²L d⟩: H gives the direction, and the curvature along it is measured by
+    two small steps. The query's loss at θ + αd is measured too; its change over α·`predicted`, the
+    sum of the examples' scores, must be from a half to two, else None.
+    """
+    data = subject.data
+    sample = spread(len(data), min(SAMPLE, len(data)))
+    with _at_weights(subject) as (weights, total):
+        own_loss, gradient = _gradient(weights, total, subject.batch(examples))
+        direction = inverse.matvec(gradient)
+        slope = sum(float((direction[key] * gradient[key]).sum()) for key in direction)
+        if not slope > 0:
+            return None
+        step = SHARE * own_loss / slope
+
+        def training_loss(shift: float) -> float:
+            moved = _moved(weights, direction, shift)
+            losses = [float(total(moved, subject.batch(batch))) for batch in data.plan(sample)]
+            return sum(losses) * len(data) / len(sample)
+
+        bend = training_loss(step) + training_loss(-step) - 2 * training_loss(0.0)
+        if not bend > 0:
+            return None
+        best = slope * step * step / bend
+        moved = total(_moved(weights, direction, best), query)
+        change = float(moved) - float(total(weights, query))
+    ratio = change / (best * predicted) if predicted else 0.0
+    return best * ratio if LINEAR[0] <= ratio <= LINEAR[1] else None
+
+
+@contextmanager
+def _at_weights(
+    subject: Subject,
+) -> Iterator[tuple[Weights, Callable[[Weights, Any], Tensor]]]:
+    """The model's weights, and a function from weights and a batch to the batch's summed loss."""
+    # a compiled model shares its weights
+    module = getattr(subject.model, "_orig_mod", subject.model)
+
+    def total(weights: Weights, batch: Any) -> Tensor:
+        network = _WithWeights(module, weights)
+        terms, counts = terms_and_weights(subject.loss(network, _wide(batch)))  # type: ignore[operator, arg-type]
+        return (terms * counts).sum()
+
+    modes = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        with torch.no_grad():
+            # in half precision a small step would be lost in rounding
+            yield {name: _wide(param) for name, param in module.named_parameters()}, total
     finally:
         for part, training in modes.items():
             part.training = training
-    return changes
+
+
+class _WithWeights:
+    """The model with other weights in the place of its own, to be called as it is."""
+
+    def __init__(self, module: nn.Module, weights: Weights) -> None:
+        self.module, self.weights = module, weights
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return functional_call(self.module, self.weights, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
 
 
 def _wide(value: Any) -> Any:
@@ -69,36 +133,25 @@ def _wide(value: Any) -> Any:
     return type(value)(map(_wide, value)) if type(value) in (tuple, list) else value
 
 
-class _WithWeights:
-    """The model with other weights in the place of its own, to be called as it is."""
-
-    def __init__(self, module: nn.Module, params: dict[str, Tensor]) -> None:
-        self.module, self.params = module, params
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return functional_call(self.module, self.params, args, kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.module, name)
-
-
-@torch.no_grad()
-def _total(
-    module: nn.Module, params: dict[str, Tensor], loss: Loss | Likelihood, batch: Any
-) -> float:
-    terms, weights = terms_and_weights(loss(_WithWeights(module, params), batch))  # type: ignore[operator, arg-type]
-    return float((terms * weights).sum())
-
-
 def _gradient(
-    module: nn.Module, params: dict[str, Tensor], loss: Loss | Likelihood, batch: Any
-) -> tuple[float, float, dict[str, Tensor]]:
-    """Loss of some examples, the norm of its gradient, and that by parameter."""
-    leaves = {name: param.clone().requires_grad_() for name, param in params.items()}
+    weights: Weights, total: Callable[[Weights, Any], Tensor], batch: Any
+) -> tuple[float, Weights]:
+    """Loss of some examples, and its gradient by parameter, without those it does not depend on."""
+    leaves = {name: param.detach().clone().requires_grad_() for name, param in weights.items()}
     with torch.enable_grad():
-        terms, weights = terms_and_weights(loss(_WithWeights(module, leaves), batch))  # type: ignore[operator, arg-type]
-        total = (terms * weights).sum()
-        grads = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
-    named = {name: g for name, g in zip(leaves, grads, strict=True) if g is not None}
-    norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in named.values()]
-    return float(total.detach()), float(torch.stack(norms).norm()), named
+        value = total(leaves, batch)
+        grads = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
+    named = zip(leaves, grads, strict=True)
+    return float(value.detach()), {name: grad for name, grad in named if grad is not None}
+
+
+def _moved(weights: Weights, direction: Weights, step: float) -> Weights:
+    return {
+        name: param + step * direction[name] if name in direction else param
+        for name, param in weights.items()
+    }
+
+
+def _norm(gradient: Weights) -> float:
+    norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in gradient.values()]
+    return float(torch.stack(norms).norm())
