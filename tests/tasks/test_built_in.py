@@ -176,7 +176,7 @@ def test_a_query_to_the_speeches_has_the_losses_of_its_own_bytes():
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("x" * 66, "2 to 65 bytes.* got 66 .*shorten it"), ("x", "at least two")]
+    ("text", "message"), [("x" * 66, "2 to 65 bytes.* got 66 "), ("x", "2 to 65 bytes.* got 1 ")]
 )
 def test_queries_of_a_wrong_length_are_refused_with_it(text, message):
     with pytest.raises(ValueError, match=message):

@@ -288,7 +288,6 @@ def test_data_come_from_files_and_a_tenth_is_held_out_by_hash(folder, tmp_path):
         ("gpt2", [Document("x", "a"), Document("y", " ")], {"evaluation": 0}, "two tokens or more"),
         ("gpt2", [], {"evaluation": 0}, "two tokens or more, got none"),
         ("gpt2", DOCUMENTS, {"evaluation": []}, "two tokens or more, got none"),
-        ("gpt2", DOCUMENTS, {"chat": True}, "chat=True: the tokenizer of .* has no chat template"),
         ("bert", [*DOCUMENTS, Document("x", "a", "so-so")], {},
          "document 'x' has the label 'so-so', which the model does not know; it knows good, bad"),
     ],
@@ -329,7 +328,7 @@ def test_the_folder_one_is_in_has_a_name(folder, monkeypatch):
 
 
 def test_a_folder_without_a_model_is_named(tmp_path, offline):
-    with pytest.raises(ValueError, match=r"AutoConfig cannot load it"):
+    with pytest.raises(ValueError, match=str(tmp_path)):
         language_model(tmp_path, DOCUMENTS)
 
 

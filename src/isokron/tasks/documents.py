@@ -154,10 +154,8 @@ def _separated(path: Path) -> Iterator[Row]:
         columns = reader.fieldnames or ()
         # surplus values are under None, missing ones are None, and equal columns fall together
         if None in row or None in row.values() or len(row) < len(columns):
-            raise csv.Error(
-                f"needs a value for each of the columns {', '.join(columns)}, which must differ; "
-                'put texts that contain a separator in "quotes"'
-            )
+            rule = f"needs a value for each of the columns {', '.join(columns)}, which must differ"
+            raise csv.Error(f'{rule}; put texts that contain a separator in "quotes"')
         yield row
 
 

@@ -48,10 +48,7 @@ def language_model(
         chat: put prompts into the tokenizer's chat template; by default if it has one.
     """
     pretrained = Pretrained(model, "AutoModelForCausalLM", dtype, context, long)
-    has_template = bool(pretrained.tokenizer.chat_template)
-    if chat and not has_template:
-        raise ValueError(f"chat=True: the tokenizer of {pretrained.path} has no chat template")
-    pretrained.chat = has_template if chat is None else chat
+    pretrained.chat = bool(pretrained.tokenizer.chat_template) if chat is None else chat
 
     def logits(network: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         scores, tokens, counted = pretrained.scores(network, batch)
@@ -67,8 +64,8 @@ def language_model(
         return "\n".join(pretrained.tokenizer.decode(row[target != -100]) for row, target in rows)
 
     documents = _split(data, evaluation, text=text, id=id)
-    fields = {"unit": "nats per token", "said": said, "prompt": pretrained.prompt}
-    return pretrained.task(*documents, logits, batch_size, **fields)
+    fields: dict[str, Any] = {"unit": "nats per token", "prompt": pretrained.prompt}
+    return pretrained.task(*documents, logits, batch_size, said=said, **fields)
 
 
 def classifier(
@@ -94,12 +91,11 @@ def classifier(
         model, data, text, id, context, evaluation, dtype: see language_model.
     """
     pretrained = Pretrained(model, "AutoModelForSequenceClassification", dtype, context, long)
-    config = pretrained.config
-    if config.num_labels < 2 or config.problem_type not in (None, "single_label_classification"):
+    problem = pretrained.config.problem_type
+    if len(pretrained.classes) < 2 or problem not in (None, "single_label_classification"):
         raise ValueError(
-            f"{pretrained.path}: a classifier must choose one of several classes, got "
-            f"{config.num_labels} outputs for {config.problem_type or 'a number'}; write a Task of "
-            "your own for other losses"
+            f"{pretrained.path}: a classifier must choose one of several classes, got a model for "
+            f"{problem or 'regression'}; write a Task of your own for other losses"
         )
 
     def logits(network: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -159,7 +155,8 @@ class Pretrained:
         choices = ("error", "cut") if is_classifier else ("error", "cut", "split")
         if long not in choices:
             raise ValueError(f"long must be one of {', '.join(choices)}, got {long!r}")
-        self.classes: list[str] = list(self.config.id2label.values()) if is_classifier else []
+        names = self.config.id2label if is_classifier else {}
+        self.classes: list[str] = [names[number] for number in sorted(names)]
         # not verbose: long texts get an error of our own
         self.options: dict[str, Any] = {"verbose": False}
         if is_classifier and long == "cut":
@@ -170,11 +167,7 @@ class Pretrained:
 
     def _from(self, kind: str, **options: Any) -> Any:
         load = getattr(self.transformers, kind).from_pretrained
-        try:
-            return load(self.path, local_files_only=self.local, **options)
-        except (OSError, ValueError) as error:
-            reason = str(error).strip().split("\n")[0]
-            raise ValueError(f"{self.path}: {kind} cannot load it: {reason}") from error
+        return load(self.path, local_files_only=self.local, **options)
 
     def load(self) -> nn.Module:
         """The model with its weights, in evaluation mode."""
@@ -240,18 +233,14 @@ class Pretrained:
                     targets.append(self._class(document) if self.classes else 1)
         if not rows:
             raise ValueError("data, evaluation and queries must have two tokens or more, got none")
-        largest = max(int(row.max()) for row in rows)
-        if largest >= self.vocabulary:
+        padded = pad_sequence(rows, batch_first=True, padding_value=self.pad)
+        if int(padded.max()) >= self.vocabulary:
             raise ValueError(
-                f"{self.path}: its tokenizer gives token {largest}, but the model has "
+                f"{self.path}: its tokenizer gives token {int(padded.max())}, but the model has "
                 f"{self.vocabulary}; model and tokenizer must belong together"
             )
-        return (
-            pad_sequence(rows, batch_first=True, padding_value=self.pad),
-            torch.tensor([len(row) for row in rows]),
-            torch.arange(first, len(self.texts)),
-            torch.tensor(targets),
-        )
+        lengths = torch.tensor([len(row) for row in rows])
+        return padded, lengths, torch.arange(first, len(self.texts)), torch.tensor(targets)
 
     def _starts(self, document: Document, length: int) -> range:
         """The first tokens of the examples that a document of `length` tokens becomes."""

