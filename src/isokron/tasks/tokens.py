@@ -5,6 +5,8 @@ from __future__ import annotations
 from itertools import accumulate, pairwise
 from typing import Any
 
+WINDOW = 16  # tokens that are decoded to see what the last of them adds
+
 
 def completion_pieces(
     tokenizer: Any, context: str, completion: str, options: dict[str, Any]
@@ -37,8 +39,11 @@ def text_pieces(tokenizer: Any, text: str, options: dict[str, Any]) -> list[str]
 def decoded_pieces(tokenizer: Any, tokens: list[int], first: int = 0) -> list[str]:
     """What every token from `first` on adds to the decoded text of those before it."""
     options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
-    counts = range(first, len(tokens) + 1)
-    texts = [tokenizer.decode(tokens[:count], **options) for count in counts]
-    # the first tokens of a character decode to nothing, or to a broken one
-    ends = [len(text.rstrip("\ufffd")) for text in texts[:-1]] + [len(texts[-1])]
-    return [texts[-1][start:end] for start, end in pairwise(accumulate(ends, max))]
+    pieces = []
+    for end in range(first + 1, len(tokens) + 1):
+        window = tokens[max(0, end - WINDOW) : end]
+        before, text = (tokenizer.decode(part, **options) for part in (window[:-1], window))
+        # the first tokens of a character decode to nothing, or to a broken one
+        text = text.rstrip("\ufffd") if end < len(tokens) else text
+        pieces.append(text[len(before.rstrip("\ufffd")) :])
+    return pieces
