@@ -40,7 +40,7 @@ from isokron.attribution.evaluate import (
 from isokron.attribution.score import exact_scores, query_gradients
 from isokron.curvature import Curvature, fit
 from isokron.tasks import Examples, Shown, Task
-from isokron.tasks.models import ByteTransformer
+from isokron.tasks.speeches import ByteTransformer
 
 DECAY = 0.01  # λ
 DIMS = (8, 16, 32)

@@ -27,7 +27,7 @@ from torch import nn
 import isokron
 from isokron.planning import load_of, make_layout
 from isokron.planning.report import in_bytes
-from isokron.tasks.models import ByteTransformer
+from isokron.tasks.speeches import ByteTransformer
 
 OPTIMIZERS = ("AdamW", "Shampoo", "SOAP", "Katie", "Muon", "Quad", "Skew")
 CYCLE = 10

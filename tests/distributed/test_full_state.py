@@ -18,7 +18,7 @@ import isokron
 from isokron.distributed import full_state_dict, is_sharded
 from isokron.distributed.complete import BUCKET, Divided, Part, completed
 from isokron.distributed.ranks import Ranks
-from isokron.tasks.models import ByteTransformer
+from isokron.tasks.speeches import ByteTransformer
 from processes import mesh, outcomes, run
 
 STEPS = 5

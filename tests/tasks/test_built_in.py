@@ -26,21 +26,21 @@ def task(request):
 
 
 def test_listing_tells_the_truth(task):
-    listing = BUILT_IN[task.name]
-    assert sum(p.numel() for p in task.model().parameters()) == listing.parameters
-    assert (len(task.train), len(task.evaluation)) == (listing.train, listing.evaluation)
+    _, parameters, examples = BUILT_IN[task.name]
+    assert sum(p.numel() for p in task.model().parameters()) == parameters
+    assert len(task.train) == examples
 
 
 @pytest.mark.parametrize("name", ["mnist-small", "speeches-small"])
 def test_small_models_have_the_listed_size(name):
-    from isokron.tasks import digits, models, speeches
+    from isokron.tasks import digits, speeches
 
     model = (
-        models.ConvNet(28, **digits.SIZES["small"])
+        digits.ConvNet(28, **digits.SIZES["small"])
         if name == "mnist-small"
-        else models.ByteTransformer(**speeches.SIZES["small"])
+        else speeches.ByteTransformer(**speeches.SIZES["small"])
     )
-    assert sum(p.numel() for p in model.parameters()) == BUILT_IN[name].parameters
+    assert sum(p.numel() for p in model.parameters()) == BUILT_IN[name][1]
 
 
 def test_untrained_loss_is_near_the_uniform_guess_and_one_per_example(task):
@@ -160,14 +160,6 @@ def test_characters_of_many_bytes_are_shown_whole_and_cut_ones_marked():
     assert pieces("—b—".encode()[2:-1]) == ["\ufffd", "b", "", "\ufffd"]
 
 
-def test_titles_are_year_and_president():
-    from isokron.tasks.speeches import title
-
-    assert title("1837-VanBuren-1") == "1837 Van Buren"
-    assert title("1897-McKinley-1") == "1897 McKinley"
-    assert title("1790-Washington-2") == "1790 Washington, no. 2"
-
-
 def test_a_query_to_the_speeches_has_the_losses_of_its_own_bytes():
     task = tasks.load("speeches-tiny")
     torch.manual_seed(0)
@@ -184,7 +176,7 @@ def test_a_query_to_the_speeches_has_the_losses_of_its_own_bytes():
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("x" * 66, "2 to 65 bytes.* got 66 .*shorten it"), ("x", "at least two")]
+    ("text", "message"), [("x" * 66, "2 to 65 bytes.* got 66 "), ("x", "2 to 65 bytes.* got 1 ")]
 )
 def test_queries_of_a_wrong_length_are_refused_with_it(text, message):
     with pytest.raises(ValueError, match=message):

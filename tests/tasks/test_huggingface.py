@@ -175,11 +175,9 @@ def test_tokens_of_unknown_origin_are_decoded(folder):
     task = task_of("gpt2", folder)
     tokens, lengths, numbers, first = task.read("a ½ wolf 😀 sat")
     (shown,) = task.show((tokens, lengths, numbers, first))
-    (decoded,) = task.show((tokens, lengths, numbers + 100, first))
+    (decoded,) = task.show((tokens, lengths, torch.full_like(numbers, -1), first))
     assert (decoded.text, decoded.title) == ("a ½ wolf 😀 sat", "")
     assert len(decoded.tokens) == len(shown.tokens)
-    (other,) = task.show((tokens, lengths, torch.zeros_like(numbers), first))  # d0 is another text
-    assert (other.text, other.title) == (decoded.text, "")
 
 
 def test_a_tokenizer_that_knows_no_places_shows_what_it_decodes(tmp_path):
@@ -273,7 +271,7 @@ def test_data_come_from_files_and_a_tenth_is_held_out_by_hash(folder, tmp_path):
         held_out.append(titles)
         assert task.trained
     assert held_out[0] == held_out[1]
-    assert tasks[0].name == "gpt2-texts"
+    assert tasks[0].name == "gpt2"
     given = language_model(folder("gpt2"), path, evaluation=path)
     assert (len(given.train), len(given.evaluation)) == (30, 30)
     (shown,) = given.show(given.evaluation.batch(torch.tensor([3])))
@@ -290,10 +288,8 @@ def test_data_come_from_files_and_a_tenth_is_held_out_by_hash(folder, tmp_path):
         ("gpt2", [Document("x", "a"), Document("y", " ")], {"evaluation": 0}, "two tokens or more"),
         ("gpt2", [], {"evaluation": 0}, "two tokens or more, got none"),
         ("gpt2", DOCUMENTS, {"evaluation": []}, "two tokens or more, got none"),
-        ("gpt2", DOCUMENTS, {"chat": True}, "chat=True: the tokenizer of .* has no chat template"),
         ("bert", [*DOCUMENTS, Document("x", "a", "so-so")], {},
          "document 'x' has the label 'so-so', which the model does not know; it knows good, bad"),
-        ("gpt2", [*DOCUMENTS, *DOCUMENTS], {"evaluation": 0}, "strings, .* got 12 .'d0' twice"),
     ],
 )  # fmt: skip
 def test_bad_calls_are_explained(kind, documents, options, message, folder):
@@ -316,19 +312,8 @@ def test_a_model_without_all_of_its_weights_is_not_taken_for_trained(folder):
     task = classifier(
         folder("gpt2"), [Document(d.id, d.text, str(k % 2)) for k, d in enumerate(DOCUMENTS)]
     )
-    with pytest.raises(ValueError, match=r"no weights for score\.weight, .* trained=False"):
+    with pytest.raises(ValueError, match=r"no weights for score\.weight; train the model first"):
         task.model()
-    task = classifier(
-        folder("gpt2"), [Document(d.id, d.text, "0") for d in DOCUMENTS], trained=False
-    )
-    assert not task.trained
-    assert task.losses(task.model(), task.train.batch(torch.arange(4))).shape == (4,)
-
-
-def test_a_text_whose_end_would_be_taken_for_padding_is_refused(folder):
-    with pytest.raises(ValueError, match=r"the query ends with token 0, .* set pad_token_id"):
-        task_of("gpt2-classes", folder).read("The cat sat.<end>")
-    assert task_of("gpt2", folder).read("The cat sat.<end>")  # attention alone is told of padding
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "/no/such/folder", ""])
@@ -343,7 +328,7 @@ def test_the_folder_one_is_in_has_a_name(folder, monkeypatch):
 
 
 def test_a_folder_without_a_model_is_named(tmp_path, offline):
-    with pytest.raises(ValueError, match=r"AutoConfig cannot load it"):
+    with pytest.raises(ValueError, match=str(tmp_path)):
         language_model(tmp_path, DOCUMENTS)
 
 

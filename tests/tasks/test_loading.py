@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from isokron import tasks
+from isokron.tasks.catalog import resolved
 
 SOURCE = """
 import torch
@@ -83,7 +84,6 @@ def test_sources_are_resolved_to_absolute_paths(file, tmp_path, monkeypatch):
         ("my_own_task.py", f"{here}/my_own_task.py"),
         ("./digits", f"{here}/digits"),
         ("digits", f"{here}/digits"),
-        (tmp_path / "digits", f"{here}/digits"),
         ("my_own_task.py:task", f"{here}/my_own_task.py:task"),
         ("HuggingFaceTB/SmolLM2-135M", "HuggingFaceTB/SmolLM2-135M"),
         ("wikitext:raw:test[:5%]", "wikitext:raw:test[:5%]"),
@@ -91,8 +91,8 @@ def test_sources_are_resolved_to_absolute_paths(file, tmp_path, monkeypatch):
         ("no.py:task", "no.py:task"),
         ("", ""),
     ):
-        assert tasks.resolved(source) == expected
+        assert resolved(source) == expected
     # a folder of that name is not the task
-    assert tasks.resolved("digits", task=True) == "digits"
-    assert tasks.resolved("my_own_task.py:task", task=True) == f"{here}/my_own_task.py:task"
-    assert tasks.load(tasks.resolved("my_own_task.py:task", task=True)).name == "mine"
+    assert resolved("digits", task=True) == "digits"
+    assert resolved("my_own_task.py:task", task=True) == f"{here}/my_own_task.py:task"
+    assert tasks.load(resolved("my_own_task.py:task", task=True)).name == "mine"

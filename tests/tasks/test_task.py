@@ -41,24 +41,23 @@ def test_wrong_examples_are_refused_with_the_remedy(tensors, message):
         Examples(tensors)
 
 
-TWELVE = [str(i) for i in range(12)]
-
-
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
         ({"batch_size": 13}, ValueError, "batch_size must lie between 1 and the 12 .* got 13"),
-        ({"train": None}, TypeError, "train must be Examples.*, got NoneType"),
-        ({"evaluation": [1, 2]}, TypeError, "evaluation must be Examples.*, got list"),
+        (
+            {"train": None},
+            TypeError,
+            "train and evaluation must be Examples.*, got NoneType and Examples",
+        ),
+        (
+            {"evaluation": [1, 2]},
+            TypeError,
+            "train and evaluation must be Examples.*, got Examples and list",
+        ),
         ({"model": nn.Linear(2, 1)}, TypeError, "a new one: model=lambda: MyModel"),
-        ({"logits": torch.zeros(3)}, TypeError, "logits must be a function, got Tensor"),
-        ({"show": "words"}, TypeError, "show must be a function, got str"),
-        ({"prompt": "words"}, TypeError, "prompt must be a function, got str"),
-        ({"lengths": [3]}, ValueError, "lengths must be 12, one per training example"),
-        ({"ids": [*TWELVE[:11], "4"]}, ValueError, "12 different strings.* got 12 .'4' twice"),
-        ({"ids": ["a", "b"]}, ValueError, "12 different strings, .* got 2"),
-        ({"ids": "abcdefghijkl"}, ValueError, "different strings, .* in 'abcdefghijkl'"),
-        ({"ids": list(range(12))}, ValueError, r"different strings, .* in \[0, 1"),
+        ({"lengths": [3]}, ValueError, "lengths must be 12, one per training example, got 1"),
+        ({"ids": ["a", "b"]}, ValueError, "ids must be 12, one per training example, got 2"),
     ],
 )
 def test_wrong_arguments_are_refused_by_name(changes, error, message):

@@ -17,9 +17,8 @@ def tasks() -> None:
     """List the built-in tasks."""
     from isokron.tasks.catalog import BUILT_IN
 
-    for name, listing in BUILT_IN.items():
-        size = f"{listing.parameters:>9,} parameters {listing.train:>9,} examples"
-        typer.echo(f"{name:<15}{size}   {listing.about}")
+    for name, (about, parameters, examples) in BUILT_IN.items():
+        typer.echo(f"{name:<15}{parameters:>9,} parameters {examples:>9,} examples   {about}")
     typer.echo("\nA name without its size means the tiny one: digits is digits-tiny.")
     typer.echo('Their data come with pip install "isokron[tasks]" (in a clone: ".[tasks]").')
 

@@ -8,38 +8,30 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Iterable
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from isokron.tasks.task import Task
 
 Item = TypeVar("Item", int, str)
 
 
-class Listing(NamedTuple):
-    """A built-in task as it is listed without loading it; a test checks the numbers."""
-
-    about: str
-    module: str
-    parameters: int
-    train: int
-    evaluation: int
-
-
-DIGITS = "8×8 handwritten digits, small convolutional network", "digits"
-MNIST = "28×28 handwritten digits, small convolutional network", "digits"
-SPEECHES = "byte language model of US presidents' speeches, decoder transformer", "speeches"
-
-# function-size: the function of that name in the module makes the task
+DIGITS = "8×8 handwritten digits, small convolutional network"
+MNIST = "28×28 handwritten digits, small convolutional network"
+SPEECHES = "byte language model of US presidents' speeches, decoder transformer"
+# what it is, parameters and training examples: listed without loading a task, checked by a test
 BUILT_IN = {
-    "digits-tiny": Listing(*DIGITS, 38_378, 1_437, 360),
-    "digits-small": Listing(*DIGITS, 283_978, 1_437, 360),
-    "mnist-tiny": Listing(*MNIST, 47_690, 4_488, 512),
-    "mnist-small": Listing(*MNIST, 321_034, 4_488, 512),
-    "speeches-tiny": Listing(*SPEECHES, 135_808, 172_172, 256),
-    "speeches-small": Listing(*SPEECHES, 862_464, 172_172, 256),
+    "digits-tiny": (DIGITS, 38_378, 1_437),
+    "digits-small": (DIGITS, 283_978, 1_437),
+    "mnist-tiny": (MNIST, 47_690, 4_488),
+    "mnist-small": (MNIST, 321_034, 4_488),
+    "speeches-tiny": (SPEECHES, 135_808, 172_172),
+    "speeches-small": (SPEECHES, 862_464, 172_172),
 }
+# the function that makes a task of any size → its module
+MODULES = {"digits": "digits", "mnist": "digits", "speeches": "speeches"}
 
 
 def names() -> list[str]:
@@ -52,27 +44,27 @@ def load(spec: str) -> Task:
 
     A bare `digits` means `digits-tiny`; the function takes no argument and returns a Task.
     """
+    name = spec if spec in BUILT_IN else f"{spec}-tiny"
     if ":" in spec:
         function = load_object(spec, "task")
         task = function() if callable(function) else function
-        if not isinstance(task, Task):
-            raise ValueError(
-                f"task {spec!r} must return an isokron.Task, got {type(task).__name__}; "
-                "end the function with: return Task(name=..., model=..., ...)"
-            )
-        return task
-    name = spec if spec in BUILT_IN else f"{spec}-tiny"
-    function, _, size = name.rpartition("-")
-    if name not in BUILT_IN:
-        close = difflib.get_close_matches(spec, [*BUILT_IN, "digits", "mnist", "speeches"], n=2)
+    elif name in BUILT_IN:
+        function, _, size = name.rpartition("-")
+        module = importlib.import_module(f"isokron.tasks.{MODULES[function]}")
+        task = getattr(module, function)(size)
+    else:
+        close = difflib.get_close_matches(spec, [*BUILT_IN, *MODULES], n=2)
         hint = f"did you mean {' or '.join(close)}? " if close else ""
         raise ValueError(
             f"no task named {spec!r}; {hint}built in are {', '.join(BUILT_IN)}; "
             "give your own as module:function or path/to/file.py:function"
         )
-    module = importlib.import_module(f"isokron.tasks.{BUILT_IN[name].module}")
-    built_in: Task = getattr(module, function)(size)
-    return built_in
+    if not isinstance(task, Task):
+        raise ValueError(
+            f"task {spec!r} must return an isokron.Task, got {type(task).__name__}; "
+            "end the function with: return Task(name=..., model=..., ...)"
+        )
+    return task
 
 
 def load_object(spec: str, what: str) -> Any:
@@ -83,46 +75,43 @@ def load_object(spec: str, what: str) -> Any:
             f"{what} {spec!r} is not of the form module:name; "
             "write for example package.module:name or path/to/file.py:name"
         )
-    value: Any = _module(home, what)
-    public = ", ".join(n for n in sorted(vars(value)) if not n.startswith("_"))
-    for part in name.split("."):
-        if not hasattr(value, part):
-            raise ValueError(f"{what}: {home} has no {name!r}; it has {public:.200}")
-        value = getattr(value, part)
-    return value
-
-
-def _module(home: str, what: str) -> ModuleType:
-    if not home.endswith(".py"):
-        try:
-            return importlib.import_module(home)
-        except ModuleNotFoundError as error:
-            # a missing module that this one imports is not a wrong spec, and must be seen
-            if error.name is None or not f"{home}.".startswith(f"{error.name}."):
-                raise
-            remedy = "install it, or give a file: path/to/file.py:name"
-            raise ValueError(f"{what}: no module named {home!r}; {remedy}") from None
-    if not Path(home).is_file():
+    if home.endswith(".py") and not Path(home).is_file():
         raise ValueError(f"{what}: no file {home!r}; paths are relative to {Path.cwd()}")
-    name = f"isokron_file_{Path(home).stem}"
-    spec = importlib.util.spec_from_file_location(name, home)
+    try:
+        module = _run_file(home) if home.endswith(".py") else importlib.import_module(home)
+    except ModuleNotFoundError as error:
+        # a missing module that this one imports is not a wrong spec, and must be seen
+        if error.name is None or not f"{home}.".startswith(f"{error.name}."):
+            raise
+        remedy = "install it, or give a file: path/to/file.py:name"
+        raise ValueError(f"{what}: no module named {home!r}; {remedy}") from None
+    try:
+        return attrgetter(name)(module)
+    except AttributeError:
+        public = ", ".join(key for key in sorted(vars(module)) if not key.startswith("_"))
+        raise ValueError(f"{what}: {home} has no {name!r}; it has {public:.200}") from None
+
+
+def _run_file(path: str) -> ModuleType:
+    name = f"isokron_file_{Path(path).stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
     sys.modules[name] = module  # dataclasses and pickling look their module up by name
     spec.loader.exec_module(module)  # type: ignore[union-attr]
     return module
 
 
-def resolved(source: str | Path, *, task: bool = False) -> str:
+def resolved(source: str, *, task: bool = False) -> str:
     """A source that means the same in any working directory.
 
     Existing files, folders and `file.py:name` get an absolute path; other names stay. task: a
     source without a colon is a built-in name, also if there is a folder of that name.
     """
-    path, colon, name = str(source).rpartition(":")
+    path, colon, name = source.rpartition(":")
     if not path.endswith(".py"):
-        path, colon, name = ("" if task else str(source)), "", ""
+        path, colon, name = "" if task else source, "", ""
     absolute = Path(path).expanduser().absolute()
-    return f"{absolute}{colon}{name}" if path and absolute.exists() else str(source)
+    return f"{absolute}{colon}{name}" if path and absolute.exists() else source
 
 
 def shuffled(items: Iterable[Item], salt: str) -> list[Item]:

@@ -7,14 +7,15 @@ import io
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from isokron.tasks.catalog import import_optional
 
-Row = tuple[str, dict[str, Any]]  # its place, for errors, and its values by column
+Row = dict[str, Any]  # values by column
 
 
 @dataclass(frozen=True)
@@ -37,27 +38,22 @@ def read_documents(
     `name:configuration:split`, with split train by default.
 
     Args:
-        text: column of texts, which may be empty; by default `text`, or the only other column of
-            strings.
+        text: column of texts, which may be empty; `text` by default.
         label: column of classes, none by default.
         id: column of ids; by default `id` if there is one, else rows are numbered from 1.
     """
-    documents, places = [], dict[str, str]()
+    documents: dict[str, Document] = {}
     for number, (place, row) in enumerate(_rows(source), 1):
-        if number == 1:
-            id = id or ("id" if "id" in row else None)
-            text = text or _text_column(place, row, {label, id})
-        name = str(number) if id is None else _cell(place, row, id, "id")
-        if places.setdefault(name, place) != place:
-            raise ValueError(
-                f"{place}: the id {name!r} is taken by {places[name]}; ids must differ: choose "
-                "another column, or correct the data"
-            )
-        category = None if label is None else _cell(place, row, label, "label")
-        documents.append(Document(name, _cell(place, row, text or "", "text", True), category))
+        if number == 1 and "id" in row:
+            id = id or "id"
+        name = str(number) if id is None else _cell(place, row, id)
+        if name in documents:
+            raise ValueError(f"{place}: an earlier row has the id {name!r} too; ids must differ")
+        category = None if label is None else _cell(place, row, label)
+        documents[name] = Document(name, _cell(place, row, text or "text", is_text=True), category)
     if not documents:
-        raise ValueError(f"{source}: contains no document; give at least one")
-    return documents
+        raise ValueError(f"{source}: contains no document; in a folder, every .txt file is one")
+    return list(documents.values())
 
 
 def read_prompts(source: str | Path) -> list[tuple[str, str | None]] | None:
@@ -69,50 +65,51 @@ def read_prompts(source: str | Path) -> list[tuple[str, str | None]] | None:
     for place, row in _rows(source):
         if "prompt" not in row and not prompts:
             return None
-        completion = _cell(place, {"completion": "", **row}, "completion", "text", True)
-        prompts.append((_cell(place, row, "prompt", "text"), completion or None))
+        completion = _cell(place, {"completion": "", **row}, "completion", is_text=True)
+        prompts.append((_cell(place, row, "prompt"), completion or None))
     return prompts or None
 
 
-def _rows(source: str | Path) -> Iterator[Row]:
-    if not str(source):
-        raise ValueError("data must be a file, a folder or a data set's name, got nothing")
+def _cell(place: str, row: Row, column: str, *, is_text: bool = False) -> str:
+    """A value as a string. is_text: it must be a string, and may be empty."""
+    if column not in row:
+        raise ValueError(f"{place}: no column {column!r}; there are {', '.join(row) or 'none'}")
+    value = "" if row[column] is None else row[column]
+    if is_text and not isinstance(value, str):
+        got = f"{type(value).__name__} {value!s:.40}"
+        raise ValueError(f"{place}: column {column!r} must contain text, got {got}")
+    if not is_text and not str(value).strip():
+        raise ValueError(f"{place}: column {column!r} is empty; every row needs a value there")
+    return str(value)
+
+
+def _rows(source: str | Path) -> Iterator[tuple[str, Row]]:
+    """Every row of a source, and its place for errors."""
+    number = 0
+    try:
+        for number, row in enumerate(_read(source), 1):
+            if not isinstance(row, dict):
+                got = type(row).__name__
+                raise ValueError(f"{source}, row {number}: must be an object, got {got}")
+            yield f"{source}, row {number}", row
+    except (csv.Error, json.JSONDecodeError) as error:
+        suffix = Path(source).suffix
+        raise ValueError(f"{source}, row {number + 1}: not valid {suffix}: {error}") from None
+
+
+def _read(source: str | Path) -> Iterable[Any]:
     path = Path(source).expanduser()
     suffix = path.suffix.lower()
-    if path.is_dir():
+    if path.is_dir() and str(source):
         return _folder(path)
-    if path.exists():
-        if suffix in READERS:
-            return READERS[suffix](path)
-        choices = f"give one of {', '.join(READERS)} or a folder of .txt files"
-        raise ValueError(f"{source}: cannot read a file that ends in {suffix!r}; {choices}")
-    if isinstance(source, Path) or suffix in READERS or source[0] in "./~":
-        raise ValueError(f"no file or folder {str(source)!r}; paths are relative to {Path.cwd()}")
-    return _data_set(source)
-
-
-def _text_column(place: str, row: dict[str, Any], others: set[str | None]) -> str:
-    strings = [name for name, value in row.items() if isinstance(value, str) and name not in others]
-    strings = ["text"] if "text" in row else strings
-    if len(strings) == 1:
-        return strings[0]
-    columns = ", ".join(row) or "none"
-    raise ValueError(f"{place}: which column contains the text? {columns}; name it: text=...")
-
-
-def _cell(place: str, row: dict[str, Any], column: str, what: str, empty: bool = False) -> str:
-    if column not in row:
-        columns = ", ".join(row) or "none"
-        raise ValueError(f"{place}: no column {column!r} for the {what}; there are {columns}")
-    value = "" if row[column] is None else row[column]
-    if what == "text" and not isinstance(value, str):
+    if path.is_file() and suffix in READERS:
+        return READERS[suffix](path)
+    if path.exists() or suffix in READERS or isinstance(source, Path) or source[0] in "/~.":
         raise ValueError(
-            f"{place}: column {column!r} must contain text, got {type(value).__name__} "
-            f"{value!s:.40}; name the column of texts: text=..."
+            f"no file or folder {str(source)!r} that can be read; give one of {', '.join(READERS)} "
+            f"or a folder of .txt files; paths are relative to {Path.cwd()}"
         )
-    if not empty and not str(value).strip():
-        raise ValueError(f"{place}: column {column!r} is empty; every row needs its {what}")
-    return str(value)
+    return _data_set(source)
 
 
 def _decoded(path: Path) -> str:
@@ -128,100 +125,61 @@ def _decoded(path: Path) -> str:
         ) from None
 
 
-def _paragraphs(path: Path) -> Iterator[Row]:
-    content = _decoded(path).replace("\r\n", "\n")
-    lines = r"[^\n]*\S[^\n]*"  # that are not blank
-    for number, match in enumerate(re.finditer(rf"{lines}(\n{lines})*", content), 1):
-        line = content.count("\n", 0, match.start()) + 1
-        yield f"{path}, line {line}", {"id": str(number), "text": match[0]}
-
-
 def _folder(path: Path) -> Iterator[Row]:
-    files = sorted(path.rglob("*.txt"))
-    if not files:
-        raise ValueError(f"{path}: the folder has no .txt file; every such file is a document")
-    for file in files:
-        name = file.relative_to(path).with_suffix("").as_posix()
-        yield str(file), {"id": name, "text": _decoded(file)}
+    for file in sorted(path.rglob("*.txt")):
+        yield {"id": file.relative_to(path).with_suffix("").as_posix(), "text": _decoded(file)}
 
 
-def _json(path: Path) -> Iterator[Row]:
+def _paragraphs(path: Path) -> Iterator[Row]:
+    lines = _decoded(path).replace("\r\n", "\n").split("\n")
+    for is_blank, paragraph in groupby(lines, key=lambda line: not line.strip()):
+        if not is_blank:
+            yield {"text": "\n".join(paragraph)}
+
+
+def _json(path: Path) -> Iterable[Any]:
     content = _decoded(path)
-    is_list = path.suffix.lower() == ".json" and content.lstrip().startswith("[")
     # splitlines() would also split at characters that JSON allows within a string
-    for number, line in enumerate([content] if is_list else content.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            rows = json.loads(line) if is_list else [json.loads(line)]
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{path}, line {number + error.lineno - 1}: not JSON, {error.msg} at character "
-                f'{error.colno}; give one object a line, such as {{"text": "..."}}'
-            ) from None
-        for item, row in enumerate(rows, 1):
-            place = f"{path}, item {item}" if is_list else f"{path}, line {number}"
-            if not isinstance(row, dict):
-                got = type(row).__name__
-                raise ValueError(f'{place}: must be an object like {{"text": "..."}}, got {got}')
-            yield place, row
+    lines = (line for line in content.split("\n") if line.strip())
+    is_list = path.suffix.lower() == ".json" and content.lstrip().startswith("[")
+    return json.loads(content) if is_list else map(json.loads, lines)
 
 
 def _separated(path: Path) -> Iterator[Row]:
+    csv.field_size_limit(sys.maxsize)  # the default refuses documents of 128 KiB
     delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
     file = io.StringIO(_decoded(path), newline="")
-    # the default refuses documents of 128 KiB
-    limit = csv.field_size_limit(sys.maxsize)
-    reader = csv.reader(file, delimiter=delimiter, strict=True)
-    line = 1
-    try:
-        header = next(reader, [])
-        line = reader.line_num + 1
-        for row in reader:
-            if row and (len(row) != len(header) or len(set(header)) < len(header)):
-                raise ValueError(
-                    f"{path}, line {line}: {len(row)} values for the columns {', '.join(header)}, "
-                    'which must differ; put texts that contain a separator in "quotes"'
-                )
-            if row:
-                yield f"{path}, line {line}", dict(zip(header, row, strict=True))
-            # a text may span lines: the next row's first
-            line = reader.line_num + 1
-    except csv.Error as error:
-        raise ValueError(
-            f"{path}, line {line}: {error}; check that quotes are closed, and doubled within text"
-        ) from None
-    finally:
-        csv.field_size_limit(limit)
+    reader = csv.DictReader(file, delimiter=delimiter, strict=True)
+    for row in reader:
+        columns = reader.fieldnames or ()
+        # surplus values are under None, missing ones are None, and equal columns fall together
+        if None in row or None in row.values() or len(row) < len(columns):
+            rule = f"needs a value for each of the columns {', '.join(columns)}, which must differ"
+            raise csv.Error(f'{rule}; put texts that contain a separator in "quotes"')
+        yield row
 
 
-def _parquet(path: Path) -> Iterator[Row]:
+def _parquet(path: Path) -> Any:
     why = f"{path}: parquet files need the package pyarrow"
-    parquet = import_optional("pyarrow.parquet", "data", why)
-    try:
-        rows = parquet.read_table(path).to_pylist()
-    except (OSError, ValueError) as error:  # pyarrow's errors are subclasses of these
-        raise ValueError(f"{path}: not a parquet file: {error}") from None
-    yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows, 1))
+    return import_optional("pyarrow.parquet", "data", why).read_table(path).to_pylist()
 
 
-def _data_set(source: str) -> Iterator[Row]:
+def _data_set(source: str) -> Any:
     why = f"{source!r} is no file or folder, and to load a data set needs the package datasets"
     datasets = import_optional("datasets", "data", why)
     # test[:5%] has a colon of its own
     name, *options = re.split(r":(?![^\[]*\])", source)
     split, configuration = (options or ["train"])[-1], options[0] if len(options) > 1 else None
     try:
-        rows = datasets.load_dataset(name, configuration, split=split)
+        return datasets.load_dataset(name, configuration, split=split)
     except Exception as error:  # of the network, the hub or the data set's own code
         raise ValueError(
             f"{source!r} is no file or folder here, and no data set could be loaded by that name "
             f"(name, name:split or name:configuration:split): {error}"
         ) from error
-    yield from ((f"{source}, row {number}", row) for number, row in enumerate(rows, 1))
 
 
-READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
+READERS: dict[str, Callable[[Path], Iterable[Any]]] = {
     ".jsonl": _json, ".json": _json, ".csv": _separated, ".tsv": _separated, ".parquet": _parquet,
     ".txt": _paragraphs,
 }  # fmt: skip

