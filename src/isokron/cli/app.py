@@ -58,16 +58,16 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 def field_options(group: Any) -> Iterator[Parameter]:
     """The options that are fields of a dataclass; see `isokron.cli.source.option`."""
+    hints = get_type_hints(group)
     for field in fields(group):
-        hint = get_type_hints(group)[field.name]
         # a flag that is not named would also get a --no-flag
-        names = [f"--{field.name.replace('_', '-')}"] if hint is bool else []
+        names = [f"--{field.name.replace('_', '-')}"] if hints[field.name] is bool else []
         option = typer.Option(*names, rich_help_panel=group.panel, **field.metadata)
         yield Parameter(
             field.name,
             Parameter.KEYWORD_ONLY,
             default=field.default,
-            annotation=Annotated[hint, option],
+            annotation=Annotated[hints[field.name], option],
         )
 
 

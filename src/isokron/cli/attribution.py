@@ -53,9 +53,9 @@ class RunCurvature(Curvature):
         None, "Fit to N examples, evenly spaced. Default: all.", min=1
     )
 
-    def fit(self, a: Attributor, seed: int) -> None:
-        examples, fisher, sharing = self.fit_examples, self.fisher, self.sharing
-        a.fit(self.method, fisher=fisher, sharing=sharing, examples=examples, seed=seed)
+    def fit(self, a: Attributor) -> None:
+        settings: dict[str, Any] = {"fisher": self.fisher, "sharing": self.sharing}
+        a.fit(self.method, examples=self.fit_examples, seed=a.given.get("seed", 0), **settings)
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ def attribute(
         progress(f"scores: {'store' if use_store else 'exact'}; {why}", 0, 0)
         plan.check()
         with work():
-            curvature.fit(a, source.seed)
+            curvature.fit(a)
             if use_store:
                 try:
                     rows.build(a, resources.damping, queries)
@@ -203,7 +203,7 @@ def fit(run: RunFolder, source: Source, curvature: RunCurvature, resources: Reso
         a = open_run(run, progress, source, resources)
         announce(a, progress, a.memory_plan(curvature.method).summary())
         with work():
-            curvature.fit(a, source.seed)
+            curvature.fit(a)
     typer.echo(f"Curvature: {a.folder.curvature}")
 
 
@@ -247,14 +247,12 @@ def score(
     """
     if self_influence == bool(asked.query or asked.prompt):
         raise ValueError("give --query or --prompt, or --self")
-    if not self_influence:
-        asked.check()
+    if self_influence:
+        score_self(run, scoring, resources)
+        return
+    asked.check()
     with Display() as progress:
         a = open_run(run, progress, resources=resources)
-        if self_influence:
-            with work():
-                score_self(a, scoring, resources.damping)
-            return
         queries = asked.read(a)
         with work():
             settings = {**asdict(scoring), **asked.settings(), "damping": resources.damping}
@@ -263,18 +261,21 @@ def score(
     typer.echo(f"Scores: {a.folder.scores}")
 
 
-def score_self(a: Attributor, scoring: Scoring, damping: float | None) -> None:
+def score_self(run: Path, scoring: Scoring, resources: Resources) -> None:
     """Write the influence of all examples on themselves, and show the largest."""
     from safetensors.torch import save
 
     from isokron.distributed.team import in_turn
     from isokron.files import write_atomically
 
-    values = a.self_influence(damping, scoring.store)
-    path = a.folder.path / "self.safetensors"
-    with in_turn(process.ranks(), "writing scores"):
-        if process.leads():
-            write_atomically(path, [save({"self_influence": values.contiguous()})])
+    path = run / "self.safetensors"
+    with Display() as progress:
+        a = open_run(run, progress, resources=resources)
+        with work():
+            values = a.self_influence(resources.damping, scoring.store)
+            with in_turn(process.ranks(), "writing scores"):
+                if process.leads():
+                    write_atomically(path, [save({"self_influence": values.contiguous()})])
     for number in values.argsort(descending=True, stable=True)[: scoring.top].tolist():
         example = example_line(a, number)
         typer.echo(f"    {float(values[number]):12.5g}  {a.data.ids[number]:<20}  {example}")
@@ -372,6 +373,8 @@ def evaluate(
 
       isokron evaluate runs/digits --subsets 30
     """
+    from isokron.attribution.evaluate import evaluate_run
+
     source = recorded_source(run)
     if source.model is not None or source.weights is not None:
         raise ValueError(
@@ -384,11 +387,8 @@ def evaluate(
         most = len(a.task.held_out)
         if queries > most:
             raise ValueError(f"--queries must be from 1 to the {most} of evaluation, got {queries}")
+        settings: dict[str, Any] = {"models": subsets, "flipped": flipped, "seed": seed}
         with work():
-            from isokron.attribution.evaluate import evaluate_run
-
-            settings: dict[str, Any] = {"models": subsets, "flipped": flipped, "seed": seed}
-            train = source.trained_on
-            results = evaluate_run(a, train, queries, progress=progress, **settings)
+            results = evaluate_run(a, source.trained_on, queries, progress=progress, **settings)
     show_evaluation(results)
     typer.echo(f"Written: {(run / 'evaluation' / 'evaluation.json').resolve()}")

@@ -59,7 +59,7 @@ class Display:
         if total and self.console.is_terminal:
             if stage != self.stage:
                 self.stage = stage
-                self.bar.reset(self.task, description=stage, visible=True)
+                self.bar.reset(self.task, total=total, description=stage, visible=True)
             self.bar.update(self.task, completed=done, total=total, note=note)
         elif done == total or time.monotonic() - self.printed > QUIET_SECONDS:
             self.printed = time.monotonic()
