@@ -120,7 +120,7 @@ def test_wrong_calls_are_told_in_one_line_and_leave_nothing(isokron: Call, tmp_p
         "'--method': 'kfca' is not one of 'kfac'": [*TASK, *asked, "--method", "kfca"],
         "'--fisher': 'none' is not one of 'empirical'": [*TASK, *asked, "--fisher", "none"],
         "'--store-dtype': 'int8' is not one of": [*TASK, *asked, "--store-dtype", "int8"],
-        "'--memory': 'much' is not a size such as 2G": [*TASK, *asked, "--memory", "much"],
+        "'--memory': Input should be a valid number": [*TASK, *asked, "--memory", "much"],
         "'--top': Input should be greater than or equal to 1": [*TASK, *asked, "--top", "0"],
         "'--dim': Input should be greater than or equal to 0": [*TASK, *asked, "--dim", "-1"],
         "--completion must be given once for each --prompt": [
@@ -145,9 +145,10 @@ def test_wrong_calls_are_told_in_one_line_and_leave_nothing(isokron: Call, tmp_p
     [
         (["--query", "eval:99"], "must lie between 0 and 7"),
         (["--query", "eval:0", "--layers", "nothing"], "'nothing' matches no"),
-        (["--query", "eval:0", "--memory", "1K"], "does not fit; give more --memory"),
+        (["--query", "eval:0", "--memory", "1e-6"], "does not fit; give more --memory"),
         (["--prompt", "abc"], "takes no prompts"),
-        (["--query", "eval:0", "--examples", "99"], "from 1 to the 32 training examples"),
+        (["--query", "eval:0", "--examples", "99"], "--examples must be from 1 to the 32"),
+        (["--query", "eval:0", "--fit-examples", "99"], "--fit-examples must be from 1 to the 32"),
     ],
 )
 def test_what_only_the_task_knows_is_refused_before_any_stage(

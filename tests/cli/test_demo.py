@@ -10,7 +10,7 @@ from isokron.cli import demo as module
 @pytest.fixture
 def short(monkeypatch):
     monkeypatch.setattr(module, "STEPS", 2)
-    monkeypatch.setattr(module, "RATES", {"adamw": (1e-3,), "sign": (1e-3,)})
+    monkeypatch.setattr(module, "RATES", {"adamw": "1e-3", "sign": "1e-3"})
     monkeypatch.setattr(module, "EXAMPLES", 40)
     monkeypatch.setattr(module, "LEARNED", 2)
 
@@ -20,11 +20,14 @@ def test_demo_shows_text_and_ends_with_the_page_and_may_be_repeated(short, calle
         done = called("demo", "--out", "demo")
         assert done.returncode == 0, done.stderr
         lines = done.stdout.splitlines()
-        pages = [line.partition(": ")[2] for line in lines[-2:]]
+        pages = [line.removeprefix("Page: ") for line in lines if line.startswith("Page: ")]
         names = ["index.html", "attribution/report.html"]
         assert pages == [str((tmp_path / "demo" / name).resolve()) for name in names]
         assert all(Path(page).is_file() for page in pages)
-        assert any(line.startswith("Fellow-Citizens of the Senate: ") for line in lines)
+        assert any(
+            line.startswith("Fellow-Citizens of the Senate and House of Representatives: ")
+            for line in lines
+        )
 
 
 def test_demo_leaves_a_race_that_is_not_a_demo_alone(short, inside, tmp_path, monkeypatch):

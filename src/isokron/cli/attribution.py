@@ -170,10 +170,8 @@ def attribute(
         demanded = scoring.store is not None or rows.dim is not None
         if demanded:
             use_store, why = scoring.store is not False, "as asked for"
-        plan = a.memory_plan(curvature.method, queries)
-        announce(a, progress, plan.summary())
+        announce(a, progress, curvature, queries)
         progress(f"scores: {'store' if use_store else 'exact'}; {why}", 0, 0)
-        plan.check()
         with work():
             curvature.fit(a)
             if use_store:
@@ -201,7 +199,7 @@ def fit(run: RunFolder, source: Source, curvature: RunCurvature, resources: Reso
     """
     with Display() as progress:
         a = open_run(run, progress, source, resources)
-        announce(a, progress, a.memory_plan(curvature.method).summary())
+        announce(a, progress, curvature)
         with work():
             curvature.fit(a)
     typer.echo(f"Curvature: {a.folder.curvature}")
@@ -345,15 +343,22 @@ def write_page(run: Path) -> Path:
         return write_report(run) if process.leads() else run / PAGE
 
 
-def announce(a: Attributor, progress: Display, memory: str) -> None:
-    """Show what the run covers and needs, before the work begins."""
+def announce(
+    a: Attributor, progress: Display, curvature: RunCurvature, queries: Sequence[Query] = ()
+) -> None:
+    """Show what the run covers and needs, and refuse what is too much, before the work begins."""
+    most, count = len(a.data), curvature.fit_examples
+    if count is not None and count > most:
+        raise ValueError(f"--fit-examples must be from 1 to the {most} of the run, got {count}")
     progress(a.selection.summary(), 0, 0)
     assert a.task is not None
     skipped = a.task.skipped
     if skipped:
         names = ", ".join(skipped[:3]) + (", …" if len(skipped) > 3 else "")
         progress(f"skipped {len(skipped)} documents of fewer than two tokens: {names}", 0, 0)
-    progress(memory, 0, 0)
+    plan = a.memory_plan(curvature.method, queries)
+    progress(plan.summary(), 0, 0)
+    plan.check()
 
 
 def evaluate(

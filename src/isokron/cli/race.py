@@ -13,7 +13,6 @@ from isokron.cli.terminal import Display, fitted_table, output
 
 if TYPE_CHECKING:
     from isokron.race import Result
-    from isokron.race.race import Race
 
 TASK = "Built-in task (see: isokron tasks), module:function or file.py:function."
 OPTIMIZERS = (
@@ -43,14 +42,22 @@ def race(
     Shows a table and writes a page with the curves. adamw always takes part for comparison.
     """
     from isokron.optimizers_by_name import split_specs
-    from isokron.race.race import prepare
-    from isokron.race.run_files import slug
+    from isokron.race.race import Interrupted, execute, prepare
+    from isokron.race.run_files import race_folder, slug
 
     rates = parse_rates(lr or [])
     prepared = prepare(task, split_specs(optimizers), steps, seeds, rates, shortest)
     folder = out or Path("runs") / f"race-{slug(task)}"
-    result = compete(prepared, folder, resume)
-    typer.echo(f"Page: {(folder / 'index.html').resolve()}")
+    advice = "continue with the same command and --resume"
+    with race_folder(folder, prepared.settings, resume), work(advice):
+        try:
+            with Display() as progress:
+                result = execute(prepared, folder, progress)
+        except Interrupted as interrupted:
+            if interrupted.result.runs:
+                show(interrupted.result, folder)
+            raise
+    show(result, folder)
     if result.winner is None:
         raise typer.Exit(1)
 
@@ -70,29 +77,8 @@ def parse_rates(texts: Sequence[str]) -> dict[str, list[float]] | None:
     return rates or None
 
 
-def compete(race: Race, folder: Path, resume: bool) -> Result:
-    """Race with progress on stderr and show the results; after Ctrl-C those that are finished."""
-    from isokron.race.race import Interrupted, execute
-    from isokron.race.run_files import race_folder
-
-    with (
-        race_folder(folder, race.settings, resume),
-        work("continue with the same command and --resume"),
-    ):
-        try:
-            with Display() as progress:
-                result = execute(race, folder, progress)
-        except Interrupted as interrupted:
-            if interrupted.result.runs:
-                show(interrupted.result)
-                typer.echo(f"Page: {(folder / 'index.html').resolve()}")
-            raise
-        show(result)
-        return result
-
-
-def show(result: Result) -> None:
-    """Print the table and how to read it."""
+def show(result: Result, folder: Path) -> None:
+    """Print the table, how to read it, and where the page is."""
     from isokron.race.page import sentences, table
 
     cells, winner, console = table(result), result.winner, output()
@@ -100,3 +86,4 @@ def show(result: Result) -> None:
     title = "{task}, {steps} steps, {unit}".format(**result.settings)
     console.print(fitted_table(title, cells, console.width, bold))
     console.print("\n".join(sentences(result)[2:]), style="dim")
+    typer.echo(f"Page: {(folder / 'index.html').resolve()}")

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
-
-import typer
 
 from isokron.cli import process
 
@@ -145,26 +142,14 @@ class Source:
         return model.eval()
 
 
-def byte_count(text: str) -> int:
-    """`2G` → 2·2³⁰."""
-    size = re.fullmatch(r"(\d+\.?\d*)([KMGT]?)(I?B)?", text.strip().upper())
-    count = 0 if size is None else int(float(size[1]) * 1024 ** " KMGT".index(size[2] or " "))
-    if not count:
-        raise typer.BadParameter(f"{text!r} is not a size such as 2G or 500M")
-    return count
-
-
 @dataclass(frozen=True)
 class Resources:
     """The options that all commands on a run have in common."""
 
     panel: ClassVar[str] = "Computation"
     device: str | None = option(None, "Device, such as cuda. Default: cuda if there is one.")
-    memory: int | None = option(
-        None,
-        "Memory to use, such as 2G or 500M. Default: half of what is free.",
-        parser=byte_count,
-        metavar="SIZE",
+    memory: float | None = option(
+        None, "Memory to use, in GiB. Default: half of what is free.", min=1e-6
     )
     damping: float | None = option(
         None, "Damping, as a multiple of each layer's mean eigenvalue. Default: 0.1.", min=0
@@ -206,7 +191,7 @@ def open_run(
         layers=source.layers,
         head=source.head,
         max_side=source.max_side,
-        memory=resources.memory,
+        memory=None if resources.memory is None else int(resources.memory * 2**30),
         examples=source.examples,
         source=source.given(),
         ranks=process.ranks(),
