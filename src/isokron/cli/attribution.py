@@ -54,8 +54,9 @@ class RunCurvature(Curvature):
     )
 
     def fit(self, a: Attributor) -> None:
-        settings: dict[str, Any] = {"fisher": self.fisher, "sharing": self.sharing}
-        a.fit(self.method, examples=self.fit_examples, seed=a.given.get("seed", 0), **settings)
+        seed = recorded_source(a.folder.path).seed
+        settings: dict[str, Any] = {"fisher": self.fisher, "sharing": self.sharing, "seed": seed}
+        a.fit(self.method, examples=self.fit_examples, **settings)
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class StoreRows:
 
     def build(self, a: Attributor, damping: float | None, queries: Any = None) -> None:
         settings: dict[str, Any] = {} if damping is None else {"damping": damping}
-        settings |= {"dtype": self.store_dtype, "seed": a.given.get("seed", 0)}
+        settings |= {"dtype": self.store_dtype, "seed": recorded_source(a.folder.path).seed}
         a.build(self.dim, queries=queries, **settings)
 
 
@@ -337,10 +338,10 @@ def report(run: RunFolder) -> None:
 
 def write_page(run: Path) -> Path:
     from isokron.distributed.team import in_turn
-    from isokron.report.attribution import PAGE, write_report
+    from isokron.report.attribution import write_report
 
     with in_turn(process.ranks(), "writing the page"):
-        return write_report(run) if process.leads() else run / PAGE
+        return write_report(run) if process.leads() else run / "report.html"
 
 
 def announce(
