@@ -116,7 +116,8 @@ def main() -> NoReturn:
         code = 130
     except Exception as error:
         commands: Any = typer.main.get_command(app)
-        known = commands.commands.get(arguments[0])
-        options = {} if known is None else {p.name: p.opts[0] for p in known.params}
+        # the library names arguments in its errors, the command line its options
+        called = commands.commands.get(arguments[0])
+        options = {} if called is None else {p.name: p.opts[0] for p in called.params}
         code = process.report(error, options)
     process.leave(code)

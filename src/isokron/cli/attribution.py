@@ -163,6 +163,7 @@ def attribute(
 
       isokron attribute runs/mine --model path/to/model --data train.jsonl --prompt "Who was"
     """
+    # before the model is loaded or trained, which may take minutes
     asked.check()
     with Display() as progress:
         a = open_run(run, progress, source, resources)
@@ -303,6 +304,7 @@ def query(
             queries = Asked(query=[text]).read(a)
             scores = a.score(queries, damping=resources.damping, save=False, **asdict(scoring))
         except (ValueError, FloatingPointError) as error:
+            # the next line may be right
             failed = True
             process.complain(str(error))
             continue

@@ -74,6 +74,7 @@ def plan(
     network = planning.make_model(model, getattr(torch, dtype))
     built = {e.spec: planning.check_optimizer(e.spec, e.build(network, 1e-3)) for e in entrants}
     with work():
+        # takes a second: after all checks
         speed = speed or planning.measured_speed()
         report = planning.make_report(model, network, built, where, speed)
     if as_json:

@@ -49,6 +49,7 @@ def race(
     prepared = prepare(task, split_specs(optimizers), steps, seeds, rates, shortest)
     folder = out or Path("runs") / f"race-{slug(task)}"
     advice = "continue with the same command and --resume"
+    # a folder that cannot be used is a wrong call, so it is opened before the work
     with race_folder(folder, prepared.settings, resume), work(advice):
         try:
             with Display() as progress:

@@ -72,6 +72,7 @@ class Source:
             raise ValueError("give --task, or --model and --data, not both")
         if self.weights is not None and not Path(self.weights).is_file():
             raise ValueError(f"--weights: no file {self.weights!r}")
+        # later commands on the run may be called from another folder
         names = [name for name in ("task", "model", "data", "weights") if getattr(self, name)]
         paths: dict[str, Any] = {
             name: resolved(getattr(self, name), task=name == "task") for name in names
@@ -181,6 +182,7 @@ def open_run(
     if source.examples is not None and source.examples > most:
         limit = f"from 1 to the {most} training examples"
         raise ValueError(f"--examples must be {limit}, got {source.examples}")
+    # the first rank trains, and the others read its weights
     with in_turn(process.ranks(), "loading or training the model"):
         model = source.load_model(task, folder, progress)
     return Attributor(

@@ -66,6 +66,7 @@ class Display:
             parts = [f"{done} of {total}" if total else "", note]
             text = ", ".join(part for part in parts if part)
             line = f"{stage}: {text}" if text else stage
+            # a log has one line per message, however long
             self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
