@@ -1,6 +1,4 @@
-"""Train a task's model as a race does, and keep its weights in safetensors files."""
-
-from __future__ import annotations
+"""Train a task's model as a race does, or load its weights."""
 
 import hashlib
 import math
@@ -9,18 +7,17 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_model
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from isokron.files import write_atomically
+import isokron
 from isokron.tasks import Task
-
-WARMUP = 0.1  # of all steps
-EVALUATION_BATCH = 128
 
 
 class Progress(Protocol):
-    """A function told what runs, how many units are done, of how many. total 0: a message only."""
+    """Called with the stage, the units done, their number (0: a message only) and a note."""
 
     def __call__(self, stage: str, done: int, total: int, note: str = "") -> None: ...
 
@@ -32,7 +29,7 @@ def silent(stage: str, done: int, total: int, note: str = "") -> None:
 def warmup_cosine(step: int, steps: int) -> float:
     """Factor on the learning rate: linear over the first tenth, then half a cosine to 0."""
     # the first step has a rate above 0: it would be wasted
-    warmup = max(1, round(WARMUP * steps))
+    warmup = max(1, round(0.1 * steps))
     if step < warmup:
         return (step + 1) / warmup
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
@@ -41,20 +38,18 @@ def warmup_cosine(step: int, steps: int) -> float:
 def batch_order(examples: int, batch_size: int, steps: int, seed: int) -> Tensor:
     """Example indices of every step, [steps, batch_size]: epoch after epoch of permutations."""
     generator = torch.Generator().manual_seed(seed)
-    per_epoch = examples // batch_size
-    epochs = [
-        torch.randperm(examples, generator=generator)[: per_epoch * batch_size]
-        for _ in range(-(-steps // per_epoch))
-    ]
-    return torch.cat(epochs).view(-1, batch_size)[:steps]
+    # the last, incomplete batch of an epoch is left out
+    used = examples - examples % batch_size
+    epochs = range(math.ceil(steps * batch_size / used))
+    order = torch.cat([torch.randperm(examples, generator=generator)[:used] for _ in epochs])
+    return order.view(-1, batch_size)[:steps]
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
     """The first sixteen hex digits of the SHA-256 of all bytes, to compare tensors of two runs."""
     sha = hashlib.sha256()
     for tensor in tensors:
-        flat = tensor.detach().cpu().contiguous().view(-1)
-        sha.update(flat.view(torch.uint8).numpy().tobytes())
+        sha.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return sha.hexdigest()[:16]
 
 
@@ -69,8 +64,8 @@ def make_model(task: Task, seed: int) -> nn.Module:
 def evaluation_loss(model: nn.Module, task: Task) -> float:
     """Mean loss over the evaluation examples, in evaluation mode."""
     model.eval()
-    parts = torch.arange(len(task.held_out)).split(EVALUATION_BATCH)
-    losses = [task.losses(model, task.held_out.batch(part)) for part in parts]
+    batches = torch.arange(len(task.held_out)).split(128)
+    losses = [task.losses(model, task.held_out.batch(indices)) for indices in batches]
     return torch.cat(losses).double().mean().item()
 
 
@@ -81,12 +76,10 @@ def train_(
     lr: float,
     seed: int,
     progress: Progress = silent,
-    only: Tensor | Sequence[int] | None = None,
+    examples: Tensor | Sequence[int] | None = None,
 ) -> None:
-    """Train with AdamW on the training examples `only`, or on all of them."""
-    import isokron
-
-    numbers = torch.as_tensor(range(len(task.train)) if only is None else only)
+    """Train with AdamW. examples: indices of the training examples to use; default: all."""
+    numbers = torch.as_tensor(range(len(task.train)) if examples is None else examples)
     optimizer = isokron.AdamW(isokron.param_groups(model), lr=lr)
     schedule = LambdaLR(optimizer, lambda step: warmup_cosine(step, steps))
     model.train()
@@ -95,24 +88,18 @@ def train_(
         torch.manual_seed(seed)
         batches = batch_order(len(numbers), min(task.batch_size, len(numbers)), steps, seed)
         for step, indices in enumerate(batches, start=1):
-            optimizer.zero_grad()
             loss = task.losses(model, task.train.batch(numbers[indices])).mean()
             loss.backward()
             if not math.isfinite(value := loss.item()):
                 raise ValueError(f"training loss became {value} at step {step}; lower lr={lr:g}")
             optimizer.step()
             schedule.step()
+            optimizer.zero_grad()
             progress("training", step, steps, f"loss {value:.4g}")
-    optimizer.zero_grad()
 
 
 def load_weights_(model: nn.Module, path: Path) -> None:
     """Set all parameters and buffers from a safetensors file."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_model
-
-    if not path.is_file():
-        raise ValueError(f"weights: no file {str(path)!r}; paths are relative to {Path.cwd()}")
     try:
         load_model(model, path)
     except (SafetensorError, OSError, RuntimeError) as error:
@@ -121,26 +108,3 @@ def load_weights_(model: nn.Module, path: Path) -> None:
     for name, value in model.state_dict().items():
         if not bool(value.isfinite().all()):
             raise ValueError(f"weights {path.name!r} are damaged: {name!r} is not finite")
-
-
-def save_weights(model: nn.Module, path: Path, note: str) -> None:
-    """Write all parameters and buffers atomically, with a note on how they came about."""
-    from safetensors.torch import save
-
-    by_place: dict[int, tuple[str, Tensor]] = {}
-    # safetensors refuses tensors that share memory: the first name stands for all
-    for name, tensor in model.state_dict().items():
-        by_place.setdefault(tensor.data_ptr() or id(tensor), (name, tensor))
-    tensors = {name: tensor.contiguous() for name, tensor in by_place.values()}
-    write_atomically(path, [save(tensors, {"note": note})])
-
-
-def note_of(path: Path) -> str | None:
-    """The note in a weights file; None if there is no such file."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, "pt") as file:
-            return (file.metadata() or {}).get("note")
-    except (SafetensorError, OSError):
-        return None

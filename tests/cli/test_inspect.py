@@ -18,14 +18,14 @@ MINE = ["inspect", "--task", f"{TOY}:task", "--out", "page"]
     ("arguments", "message"),
     [
         (["--task", "digitz"], "did you mean digits"),
-        (["--method", "kfak"], "--method must be one of kfac, ekfac, tkfac, shampoo, got 'kfak'"),
-        (["--fisher", "true"], "--fisher must be one of empirical, sampled, exact"),
-        (["--sharing", "none"], "--sharing must be one of expand, reduce"),
+        (["--method", "kfak"], "'--method': 'kfak' is not one of 'kfac', 'ekfac', 'tkfac'"),
+        (["--fisher", "true"], "'--fisher': 'true' is not one of 'empirical', 'sampled', 'exact'"),
+        (["--sharing", "none"], "'--sharing': 'none' is not one of 'expand', 'reduce'"),
         (["--steps", "-1"], "--steps must be at least 0, got -1"),
         (["--examples", "0"], "--examples must be at least 1"),
         (["--damping", "-0.1"], "--damping must be a finite number of at least 0, got -0.1"),
         (["--lr", "0"], "--lr must be a positive number"),
-        (["--weights", "none.safetensors"], "--weights: no file 'none.safetensors'"),
+        (["--weights", "none.safetensors"], "--weights 'none.safetensors' do not fit: No such"),
         (["--layers", "nothing*"], "'nothing*' matches no module"),
         (
             ["--task", f"{TOY}:task", "--fisher", "sampled"],

@@ -5,12 +5,12 @@ import io
 import pytest
 from rich.console import Console
 
-from isokron.cli import processes, progress
-from isokron.cli.progress import Display
+from isokron.cli import process, terminal
+from isokron.cli.terminal import Display
 
 
-def shown(*calls, terminal=False):
-    console = Console(file=io.StringIO(), force_terminal=terminal, width=100)
+def shown(*calls, as_terminal=False):
+    console = Console(file=io.StringIO(), force_terminal=as_terminal, width=100)
     with Display(console) as display:
         for call in calls:
             display(*call)
@@ -26,18 +26,18 @@ def test_a_log_has_messages_and_the_end_of_every_stage_without_control_character
 
 
 def test_a_log_has_a_line_now_and_then(monkeypatch):
-    monkeypatch.setattr(progress, "QUIET_SECONDS", -1.0)
+    monkeypatch.setattr(terminal, "QUIET_SECONDS", -1.0)
     assert len(shown(*STAGE).splitlines()) == 3
 
 
 def test_a_terminal_has_one_bar_of_the_stage_that_runs():
-    text = shown(*STAGE, ("run [1] of 2", 4, 5, "loss 0.75"), terminal=True)
+    text = shown(*STAGE, ("run [1] of 2", 4, 5, "loss 0.75"), as_terminal=True)
     for expected in ("run [1] of 2", "4 of 5", "loss 0.75"):
         assert expected in text
     assert text.endswith("\x1b[?25h\r\x1b[1A\x1b[2K")  # cleared, and the cursor is back
 
 
-@pytest.mark.parametrize("terminal", [False, True])
-def test_one_of_several_ranks_shows_progress(monkeypatch, terminal):
-    monkeypatch.setattr(processes, "leads", lambda: False)
-    assert shown(*STAGE, terminal=terminal) == ""
+@pytest.mark.parametrize("as_terminal", [False, True])
+def test_one_of_several_ranks_shows_progress(monkeypatch, as_terminal):
+    monkeypatch.setattr(process, "leads", lambda: False)
+    assert shown(*STAGE, as_terminal=as_terminal) == ""

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from html_page import HOSTILE, Page, opened
-from isokron.cli.progress import fitted_table
+from isokron.cli.terminal import fitted_table
 from isokron.curvature import Curvature
 from isokron.inspect import inspect
 from isokron.inspect_page import RECORDS, SPARE, page, short_layers, table, texts, write_report

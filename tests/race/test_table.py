@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from isokron.cli.progress import fitted_table
+from isokron.cli.terminal import fitted_table
 from isokron.race.page import sentences, table
 from isokron.race.results import summarize
 from isokron.report.render import memory

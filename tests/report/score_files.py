@@ -4,7 +4,7 @@ import json
 
 import torch
 
-from isokron.tasks.display import Shown
+from isokron.tasks import Shown
 
 WORDS = ["We", " hold", "\n", "these", " truths"]
 

@@ -136,9 +136,9 @@ def retrain(
     for number in range(total):
         progress("retrain", number, total)
         k, repeat = divmod(number, repeats)
-        settings = {"seed": _seed_of("model", seed, k, repeat), "queries": asked}
-        settings |= {"examples": digest([members[k]])}
-        compute = partial(_losses, task, train, members[k], queries, settings["seed"])
+        own_seed = _seed_of("model", seed, k, repeat)
+        settings = {"seed": own_seed, "queries": asked, "examples": digest([members[k]])}
+        compute = partial(_losses, task, train, members[k], queries, own_seed)
         losses.append(_computed_once(folder / f"{k:05d}-{repeat}.json", settings, compute))
     progress("retrain", total, total)
     return torch.tensor(losses, dtype=torch.float64).unflatten(0, (-1, repeats)).mean(1)

@@ -1,28 +1,28 @@
-"""The application: its commands, its version, and the exit codes of errors."""
+"""The application: its commands, their options and its exit codes."""
 
-from __future__ import annotations
-
+import inspect as introspection
 import io
 import os
 import sys
-from collections.abc import Callable
-from typing import Annotated, NoReturn
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from functools import wraps
+from inspect import Parameter
+from typing import Annotated, Any, NoReturn, get_type_hints
 
 import typer
 
 from isokron._version import __version__
-from isokron.cli import processes
-from isokron.cli.attribution import attribute, build, fit, query, report, score
+from isokron.cli import process
+from isokron.cli.attribution import attribute, build, evaluate, fit, query, report, score
 from isokron.cli.demo import demo
-from isokron.cli.errors import OPTIONS, complain, reported
-from isokron.cli.evaluate import evaluate
 from isokron.cli.info import info, tasks
 from isokron.cli.inspect import inspect
 from isokron.cli.plan import plan
 from isokron.cli.race import race
 
 EXAMPLES = """
-Train neural networks faster, and see which training examples made them say what they say.
+Train neural networks faster, and find the training examples behind what a model says.
 
 Examples:
 
@@ -30,12 +30,46 @@ Examples:
 
   isokron race --task digits --optimizers adamw,muon
 
-  isokron race --task speeches-small --optimizers muon,sign --steps 500 --seeds 3
-
   isokron inspect --task digits
 
   isokron attribute runs/digits --task digits --query eval:0-4
 """
+
+
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The command for typer: an argument that is a dataclass becomes one option per field."""
+    arguments = introspection.signature(command, eval_str=True).parameters.values()
+    groups: dict[str, Any] = {a.name: a.annotation for a in arguments if is_dataclass(a.annotation)}
+
+    @wraps(command)
+    def call(**values: Any) -> None:
+        for name, group in groups.items():
+            values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
+        command(**values)
+
+    parameters: list[Parameter] = []
+    for argument in arguments:
+        group = groups.get(argument.name)
+        parameters += [argument] if group is None else field_options(group)
+    keywords = [parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in parameters]
+    call.__signature__ = introspection.Signature(keywords)  # type: ignore[attr-defined]
+    return call
+
+
+def field_options(group: Any) -> Iterator[Parameter]:
+    """The options that are fields of a dataclass; see `isokron.cli.source.option`."""
+    hints = get_type_hints(group)
+    for field in fields(group):
+        # a flag that is not named would also get a --no-flag
+        names = [f"--{field.name.replace('_', '-')}"] if hints[field.name] is bool else []
+        option = typer.Option(*names, rich_help_panel=group.panel, **field.metadata)
+        yield Parameter(
+            field.name,
+            Parameter.KEYWORD_ONLY,
+            default=field.default,
+            annotation=Annotated[hints[field.name], option],
+        )
+
 
 app = typer.Typer(
     help=EXAMPLES,
@@ -48,29 +82,16 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     *(inspect, plan, tasks, info),
 )
 for command in COMMANDS:
-    app.command()(command)
+    app.command()(with_options(command))
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+@app.callback(invoke_without_command=True)
+def root(
+    version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False,
+) -> None:
+    if version:
         typer.echo(f"isokron {__version__}")
         raise typer.Exit
-
-
-@app.callback()
-def _root(
-    call: typer.Context,
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
-    ] = False,
-) -> None:
-    name = call.invoked_subcommand
-    with reported(2):
-        processes.check_shared(name)
-    # errors of the library name arguments, those of the command line its options
-    params = call.command.commands[name].params if name else []  # type: ignore[attr-defined]
-    OPTIONS.clear()
-    OPTIONS.update({p.name: p.opts[0] for p in params if p.opts[0].startswith("--")})
 
 
 def main() -> NoReturn:
@@ -86,17 +107,17 @@ def main() -> NoReturn:
     # modules named in specs are looked for in the current folder, as `python -m` does
     if "" not in sys.path:
         sys.path.insert(0, "")
+    arguments = sys.argv[1:] or ["--help"]
     try:
-        with reported(2):
-            processes.join()
-        code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
-    except KeyboardInterrupt:
-        code = complain("interrupted", 130)
-    except typer.Exit as stopped:
-        code = stopped.exit_code
+        process.join(arguments)
+        code = app(arguments, standalone_mode=False) or 0
+    except (KeyboardInterrupt, typer.Abort):
+        process.complain("interrupted")
+        code = 130
     except Exception as error:
-        # typer's own complaints about the call; its exception class has moved between versions
-        if not hasattr(error, "format_message"):
-            raise
-        code = complain(error.format_message(), 2)
-    processes.leave(code if isinstance(code, int) else 0)
+        commands: Any = typer.main.get_command(app)
+        # the library names arguments in its errors, the command line its options
+        called = commands.commands.get(arguments[0])
+        options = {} if called is None else {p.name: p.opts[0] for p in called.params}
+        code = process.report(error, options)
+    process.leave(code)

@@ -1,7 +1,5 @@
 """`isokron info` and `isokron tasks`: what is installed, and what can be trained without code."""
 
-from __future__ import annotations
-
 import platform
 from importlib import metadata
 
@@ -9,7 +7,7 @@ import typer
 
 from isokron._version import __version__
 
-OPTIONAL = ("triton", "jax", "optax", "transformers")
+OPTIONAL = ("triton", "jax", "optax", "transformers")  # packages that training does not need
 TRITON_WORK = {"adamw": "AdamW", "symmetric": "symmetric products"}
 
 
@@ -27,47 +25,34 @@ def info() -> None:
     """Show the installed versions, and which code does the work on this machine."""
     import torch
 
+    from isokron.kernels.verify import CHECKS, verified
     from isokron.race.race import machine
 
-    versions = {d.name: d.version for d in metadata.distributions()}
-    absent = [name for name in OPTIONAL if name not in versions]
-    names = {
-        "isokron": __version__,
-        "Python": platform.python_version(),
-        "torch": torch.__version__,
-    }
-    names |= {name: versions[name] for name in OPTIONAL if name in versions}
-    typer.echo(", ".join(f"{name} {version}" for name, version in names.items()))
+    installed = {package.name: package.version for package in metadata.distributions()}
+    versions = {"isokron": __version__, "Python": platform.python_version()}
+    versions |= {"torch": torch.__version__}
+    versions |= {name: installed.get(name, "(not installed)") for name in OPTIONAL}
+    typer.echo(", ".join(f"{name} {version}" for name, version in versions.items()))
     capability = torch.backends.cpu.get_cpu_capability()
     typer.echo(f"{machine()}, {torch.get_num_threads()} threads, {capability}\n")
-    for work, device, code, why in _paths():
-        typer.echo(f"{work:<18}  {device:<7} {code:<7} {why}")
-    if absent:
-        typer.echo(f"\nNot installed, and not needed for training: {', '.join(absent)}.")
-
-
-def _paths() -> list[tuple[str, str, str, str]]:
-    """Kinds of work: on which device, by which code, and why by that."""
-    import torch
-
-    from isokron.kernels.verify import CHECKS, verified
-
+    # kind of work, device, code that does it, and why that code
     paths = [
         ("AdamW", "cpu", "torch", "its fused operator; flat=True joins small tensors"),
         ("symmetric products", "cpu", "torch", "by halves where matrices are large"),
-        ("bfloat16 products", "cpu", *_bfloat16()),
+        ("bfloat16 products", "cpu", *bfloat16_on_cpu()),
     ]
-    for i in range(torch.cuda.device_count()):
-        device = torch.device("cuda", i)
+    for number in range(torch.cuda.device_count()):
+        device = torch.device("cuda", number)
         for name in CHECKS:
             usable, why = verified(name, device)
             paths.append((TRITON_WORK[name], str(device), "triton" if usable else "torch", why))
     if not torch.cuda.device_count():
         paths.append(("AdamW, products", "cuda", "unused", "torch sees no CUDA device"))
-    return paths
+    for work, place, code, why in paths:
+        typer.echo(f"{work:<18}  {place:<7} {code:<7} {why}")
 
 
-def _bfloat16() -> tuple[str, str]:
+def bfloat16_on_cpu() -> tuple[str, str]:
     """Whether bfloat16 products work on the CPU, and what to do if not."""
     from isokron.bfloat16 import Bfloat16Unusable, bfloat16_environment
 

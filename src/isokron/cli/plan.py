@@ -1,22 +1,15 @@
 """`isokron plan`: memory, traffic and refresh time of optimizers on many ranks."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from isokron.cli.errors import reported
-from isokron.cli.progress import show_table
+from isokron.cli.process import work
+from isokron.cli.terminal import output
 
-if TYPE_CHECKING:
-    import torch
-
-    from isokron.planning import Report
-
-DTYPES = ("float32", "bfloat16", "float16", "float64")
-WIDTH = 100
+Dtype = Literal["float32", "bfloat16", "float16", "float64"]
+WIDTH = 100  # a narrower terminal wraps lines, which is better than numbers that are cut
 MODEL = (
     "gpt2, gpt2-medium, gpt2-large, gpt2-xl, llama-7b, llama-13b, llama-70b, mistral-7b, "
     "llama3-8b, llama3-70b; a built-in task; module:function or file.py:function that returns a "
@@ -28,26 +21,24 @@ LAYOUT = (
 )
 SHARD = "Ranks that share one copy of the parameters (hsdp only)."
 OPTIMIZERS = "Comma-separated, with options in parentheses: adamw,soap(max_dim=1024)."
-COMMUNICATION = "Dtype in which blocks are sent, such as bfloat16. Default: their own."
-FLOPS = "Speed of matrix products in TFLOP/s, for times. Default: measured here, in a second."
+COMMUNICATION = "Dtype in which blocks are sent. Default: their own."
+FLOPS = "Speed of matrix products in TFLOP/s. Default: measured on this machine, in a second."
 EIGH = (
-    "Speed of eigendecompositions in TFLOP/s, a d×d one counted as 10·d³; on GPUs far lower than "
-    "that of products."
+    "Speed of eigendecompositions in TFLOP/s, with 10·d³ operations for a d×d matrix; on GPUs far "
+    "lower than that of products."
 )
 
 
 def plan(
     model: Annotated[str, typer.Option(help=MODEL)],
     ranks: Annotated[int, typer.Option(help="Number of processes, one per GPU.")],
-    layout: Annotated[str, typer.Option(help=LAYOUT)] = "ddp",
+    layout: Annotated[Literal["ddp", "fsdp", "hsdp"], typer.Option(help=LAYOUT)] = "ddp",
     shard: Annotated[int | None, typer.Option(help=SHARD)] = None,
     optimizers: Annotated[
         str, typer.Option(help=OPTIMIZERS)
     ] = "adamw,shampoo,soap,katie,muon,quad,skew",
-    dtype: Annotated[
-        str, typer.Option(help=f"Dtype of the parameters: {', '.join(DTYPES)}.")
-    ] = "float32",
-    communication: Annotated[str | None, typer.Option(help=COMMUNICATION)] = None,
+    dtype: Annotated[Dtype, typer.Option(help="Dtype of the parameters.")] = "float32",
+    communication: Annotated[Dtype | None, typer.Option(help=COMMUNICATION)] = None,
     flops: Annotated[float | None, typer.Option(help=FLOPS)] = None,
     eigh_flops: Annotated[float | None, typer.Option(help=EIGH)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
@@ -66,44 +57,30 @@ def plan(
 
       isokron plan --model gpt2 --ranks 8 --optimizers 'adamw,soap(max_dim=1024)' --json
     """
-    with reported(2):
-        from isokron import planning
-        from isokron.optimizers_by_name import resolve, split_specs
-
-        sent = None if communication is None else _dtype("communication", communication)
-        where = planning.make_layout(layout, ranks, shard, sent)
-        entrants = [resolve(spec) for spec in split_specs(optimizers)]
-        if (flops is None) != (eigh_flops is None):
-            raise ValueError(
-                "--flops, the speed of products, and --eigh-flops, of decompositions, go together; "
-                "give both, or neither to have them measured here"
-            )
-        # measured below, after all checks, unless given
-        speed = None
-        if flops is not None and eigh_flops is not None:
-            speed = planning.given_speed(flops, eigh_flops)
-        network = planning.make_model(model, _dtype("dtype", dtype))
-        built = {e.spec: planning.check_optimizer(e.spec, e.build(network, 1e-3)) for e in entrants}
-    with reported(1):
-        speed = speed or planning.measured_speed()
-        report = planning.make_report(model, network, built, where, speed)
-        if as_json:
-            typer.echo(json.dumps(planning.as_json(report), indent=2))
-        else:
-            show(report)
-
-
-def _dtype(argument: str, name: str) -> torch.dtype:
     import torch
 
-    if name not in DTYPES:
-        raise ValueError(f"{argument} must be one of {', '.join(DTYPES)}, got {name!r}")
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
+    from isokron import planning
+    from isokron.optimizers_by_name import resolve, split_specs
+    from isokron.planning.report import heading, notes
 
-
-def show(report: Report) -> None:
-    """Print the table and how to read it."""
-    from isokron.planning.report import heading, notes, rich_table
-
-    show_table(lambda width: rich_table(report), notes(report), heading(report), least=WIDTH)
+    sent = None if communication is None else getattr(torch, communication)
+    where = planning.make_layout(layout, ranks, shard, sent)
+    entrants = [resolve(spec) for spec in split_specs(optimizers)]
+    speed = None
+    if flops is not None and eigh_flops is not None:
+        speed = planning.given_speed(flops, eigh_flops)
+    elif flops is not None or eigh_flops is not None:
+        raise ValueError("--flops and --eigh-flops go together; give both or neither")
+    network = planning.make_model(model, getattr(torch, dtype))
+    built = {e.spec: planning.check_optimizer(e.spec, e.build(network, 1e-3)) for e in entrants}
+    with work():
+        # takes a second: after all checks
+        speed = speed or planning.measured_speed()
+        report = planning.make_report(model, network, built, where, speed)
+    if as_json:
+        typer.echo(json.dumps(planning.as_json(report), indent=2))
+        return
+    console = output(WIDTH, log=WIDTH)
+    console.print("\n".join(heading(report)))
+    console.print(planning.rich_table(report))
+    console.print("\n".join(notes(report)), style="dim")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from isokron.cli import processes
+from isokron.cli import process
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -17,187 +16,193 @@ if TYPE_CHECKING:
     from isokron.tasks import Task
     from isokron.training import Progress
 
-KINDS = ("language", "classifier")
 STEPS = 300  # of training, for a task whose model has not been trained
-DTYPES = ("float32", "bfloat16", "float16")
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+def option(default: Any, help: str, **more: Any) -> Any:
+    """A field of a dataclass that commands take as an option; more: arguments of typer.Option."""
+    return field(default=default, metadata={"help": help, **more})
 
 
 @dataclass(frozen=True)
 class Source:
-    """What run.json keeps of a command, so that later commands find model and data again."""
+    """The options that say where model and data come from; run.json has those that were given."""
 
-    task: str | None = None
-    model: str | None = None
-    data: str | None = None
-    kind: str = "language"
-    text: str | None = None
-    label: str | None = None
-    id: str | None = None
-    context: int | None = None
-    long: str = "error"
-    weights: str | None = None
-    steps: int | None = None
-    lr: float = 3e-3
-    seed: int = 0
-    examples: int | None = None
-    dtype: str = "float32"
-    chat: bool | None = None
-    layers: tuple[str, ...] = ()
-    max_side: int = 8192
-    head: str = "skip"
+    panel: ClassVar[str] = "Model and data"
+    task: str | None = option(None, "Built-in task, module:function or file.py:function.")
+    model: str | None = option(None, "Hugging Face model, instead of --task: folder or hub name.")
+    data: str | None = option(
+        None,
+        "Training data of --model: a .jsonl, .csv, .tsv, .parquet or .txt file, a folder of .txt "
+        "files, or the name of a data set.",
+    )
+    kind: Literal["language", "classifier"] = option("language", "Model type.")
+    text: str | None = option(None, "Data column with the texts.")
+    label: str | None = option(None, "Data column with the labels.")
+    id: str | None = option(None, "Data column with the document ids.")
+    context: int | None = option(None, "Maximum tokens of a document. Default: the model's.", min=1)
+    long: Literal["error", "cut", "split"] = option("error", "How to treat longer documents.")
+    weights: str | None = option(None, "Safetensors file with the model's trained weights.")
+    steps: int | None = option(
+        None, "Train a task's model for N steps of AdamW. Default: 300, 0 with --weights.", min=0
+    )
+    lr: float = option(3e-3, "Learning rate for --steps.")
+    seed: int = option(0, "Random seed.")
+    examples: int | None = option(None, "Use only N training examples, evenly spaced.", min=1)
+    dtype: Dtype = option("float32", "Dtype of the weights of --model.")
+    chat: bool | None = option(None, "Use the chat template for prompts. Default: if there is one.")
+    layers: list[str] | None = option(
+        None,
+        "Patterns of layer names, comma-separated or repeated; !pattern excludes. Default: all "
+        "linear, convolution and norm layers up to --max-side.",
+    )
+    max_side: int = option(8192, "Largest number of inputs or outputs of the default layers.")
+    head: Literal["skip", "lowrank"] = option(
+        "skip", "Output head larger than --max-side: leave it out, or use a low-rank form."
+    )
 
-    @staticmethod
-    def of(options: Mapping[str, Any]) -> Source:
-        """The options of a command, with paths that do not depend on the current folder."""
+    def resolved(self) -> Source:
+        """The same source in any working directory; refuses what cannot be one."""
         from isokron.tasks.catalog import resolved
 
-        values = {field.name: options[field.name] for field in fields(Source)}
-        values["layers"] = tuple(values["layers"] or ())
-        for name in ("task", "model", "data", "weights"):
-            if values[name] is not None:
-                values[name] = resolved(str(values[name]), task=name == "task")
-        return Source(**values)
-
-    def check(self) -> None:
-        """Refuse what can be known to be wrong before anything is loaded."""
         if self.task is None and (self.model is None or self.data is None):
             raise ValueError("a new run needs --task, or --model and --data")
         if self.task is not None and (self.model is not None or self.data is not None):
             raise ValueError("give --task, or --model and --data, not both")
-        for option, value, choices in (
-            ("--kind", self.kind, KINDS),
-            ("--dtype", self.dtype, DTYPES),
-        ):
-            if value not in choices:
-                raise ValueError(f"{option} must be one of {choices}, got {value!r}")
-        if self.steps is not None and self.steps < 0:
-            raise ValueError(f"--steps must be at least 0, got {self.steps}")
         if self.weights is not None and not Path(self.weights).is_file():
             raise ValueError(f"--weights: no file {self.weights!r}")
+        # later commands on the run may be called from another folder
+        names = [name for name in ("task", "model", "data", "weights") if getattr(self, name)]
+        paths: dict[str, Any] = {
+            name: resolved(getattr(self, name), task=name == "task") for name in names
+        }
+        return replace(self, **paths)
 
     def given(self) -> dict[str, Any]:
         """What differs from the defaults, for run.json and for the command on the page."""
-        default = asdict(Source())
-        return {name: value for name, value in asdict(self).items() if value != default[name]}
+        values = {option.name: getattr(self, option.name) for option in fields(self)}
+        return {name: value for name, value in values.items() if value != getattr(Source(), name)}
 
     def load_task(self) -> Task:
         if self.task is not None:
             from isokron.tasks import load
 
             return load(self.task)
-        import torch
-
         from isokron.tasks.documents import read_documents
         from isokron.tasks.huggingface import classifier, language_model
 
         assert self.model is not None
         assert self.data is not None
-        classes = self.kind == "classifier"
-        label = (self.label or "label") if classes else self.label
+        settings: dict[str, Any] = {"context": self.context, "long": self.long, "evaluation": 0}
+        label = self.label or ("label" if self.kind == "classifier" else None)
         # read before the model is looked for, which may be far away
         documents = read_documents(self.data, text=self.text, label=label, id=self.id)
-        shared: dict[str, Any] = {"context": self.context, "long": self.long, "evaluation": 0}
-        shared["dtype"] = getattr(torch, self.dtype)
-        if classes:
-            return classifier(self.model, documents, **shared)
-        return language_model(self.model, documents, chat=self.chat, **shared)
+        if self.kind == "classifier":
+            return classifier(self.model, documents, dtype=self.dtype, **settings)
+        return language_model(self.model, documents, dtype=self.dtype, chat=self.chat, **settings)
 
     def load_model(self, task: Task, folder: Path, progress: Progress) -> nn.Module:
-        """Trained weights: those given, the run's own, the task's, or newly trained ones."""
-        import torch
+        """The model with the weights of --weights, of the folder or of the task, or trained now."""
+        from safetensors import safe_open
+        from safetensors.torch import save_model
 
         from isokron.attribution.data import spread
         from isokron.attribution.run_folder import WEIGHTS
-        from isokron.training import load_weights_, make_model, note_of, save_weights, train_
+        from isokron.training import load_weights_, make_model, train_
 
-        model = make_model(task, self.seed)
-        own, note = folder / WEIGHTS, self._training()
+        model, path, saved = make_model(task, self.seed), folder / WEIGHTS, None
+        # what trained weights depend on; a command that was stopped may have left others
+        names = ("task", "model", "data", "steps", "lr", "seed", "examples")
+        settings = json.dumps([getattr(self, name) for name in names])
+        if path.exists():
+            with safe_open(path, "pt") as file:
+                saved = file.metadata()["training"]
         steps = (0 if task.trained else STEPS) if self.steps is None else self.steps
         if self.weights is not None:
             load_weights_(model, Path(self.weights))
-        elif note_of(own) == note:
-            load_weights_(model, own)
+        elif saved == settings:
+            load_weights_(model, path)
         elif steps:
-            only = None
-            if self.examples is not None:
-                only = torch.tensor(spread(len(task.train), self.examples))
-            train_(model, task, steps, self.lr, self.seed, progress, only)
+            examples = spread(len(task.train), self.examples or len(task.train))
+            train_(model, task, steps, self.lr, self.seed, progress, examples)
             folder.mkdir(parents=True, exist_ok=True)
-            save_weights(model, own, note)
+            # complete or not there at all, whenever the process is killed
+            temporary = folder / f".{WEIGHTS}.tmp"
+            save_model(model, str(temporary), {"training": settings})
+            temporary.replace(path)
         return model.eval()
 
-    def trained(self, task: Task, indices: Tensor, seed: int) -> nn.Module:
-        """A new model, trained as the run's own was, on these examples of a task."""
+    def trained_on(self, task: Task, examples: Tensor, seed: int) -> nn.Module:
+        """A new model, trained on these examples as the run's model was on all."""
         from isokron.training import make_model, train_
 
         model = make_model(task, seed)
         steps = STEPS if self.steps is None else self.steps
-        train_(model, task, steps, self.lr, seed, only=indices)
+        train_(model, task, steps, self.lr, seed, examples=examples)
         return model.eval()
 
-    def _training(self) -> str:
-        """All that weights trained for a run depend on."""
-        return json.dumps(
-            [self.task, self.model, self.data, self.steps, self.lr, self.seed, self.examples]
-        )
+
+@dataclass(frozen=True)
+class Resources:
+    """The options that all commands on a run have in common."""
+
+    panel: ClassVar[str] = "Computation"
+    device: str | None = option(None, "Device, such as cuda. Default: cuda if there is one.")
+    memory: float | None = option(
+        None, "Memory to use, in GiB. Default: half of what is free.", min=1e-6
+    )
+    damping: float | None = option(
+        None, "Damping, as a multiple of each layer's mean eigenvalue. Default: 0.1.", min=0
+    )
 
 
 def open_run(
     folder: Path,
     progress: Progress,
     source: Source | None = None,
-    *,
-    memory: int | None = None,
-    device: str | None = None,
+    resources: Resources = Resources(),
 ) -> Attributor:
-    """The run in a folder; `source` must be the one it was begun with, or begins it."""
+    """The run in a folder; `source` begins a new one, or must be that of the run."""
+    import torch
+
     from isokron.attribution import Attributor
     from isokron.attribution.run_folder import RECORD, check_folder, check_same
     from isokron.distributed.team import in_turn
 
     check_folder(folder)
-    if (folder / RECORD).exists():
-        earlier = recorded(folder)
+    if source is None or (folder / RECORD).exists():
+        recorded = recorded_source(folder)
         if source is not None and source != Source():
-            check_same(folder, "source", earlier.given(), source.given())
-        source = earlier
-    if source is None:
-        raise ValueError(f"no run in {folder}; begin one with: isokron attribute {folder}")
-    source.check()
+            check_same(folder, "source", recorded.given(), source.resolved().given())
+        source = recorded
+    source = source.resolved()
     task = source.load_task()
-    if source.examples is not None and source.examples > len(task.train):
-        raise ValueError(
-            f"--examples must be from 1 to the {len(task.train)} training examples, got "
-            f"{source.examples}"
-        )
-    ranks = processes.ranks()
-    with in_turn(ranks, "loading or training the model"):
+    most = len(task.train)
+    if source.examples is not None and source.examples > most:
+        limit = f"from 1 to the {most} training examples"
+        raise ValueError(f"--examples must be {limit}, got {source.examples}")
+    # the first rank trains, and the others read its weights
+    with in_turn(process.ranks(), "loading or training the model"):
         model = source.load_model(task, folder, progress)
     return Attributor(
         folder,
         model,
         task=task,
-        device=device or default_device(),
-        layers=source.layers or None,
+        device=resources.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        layers=source.layers,
         head=source.head,
         max_side=source.max_side,
-        memory=memory,
+        memory=None if resources.memory is None else int(resources.memory * 2**30),
         examples=source.examples,
         source=source.given(),
-        ranks=ranks,
+        ranks=process.ranks(),
         progress=progress,
     )
 
 
-def recorded(folder: Path) -> Source:
+def recorded_source(folder: Path) -> Source:
     """The source in a folder's run.json."""
     from isokron.attribution.run_folder import read_record
 
-    given = read_record(folder)["source"]["given"]
-    return Source(**{**given, "layers": tuple(given.get("layers", ()))})
-
-
-def default_device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return Source(**read_record(folder)["source"]["given"])

@@ -1,49 +1,144 @@
-"""What the commands on a run print: top examples, times and memory."""
+"""What commands print: progress on stderr; tables, scores and evaluations on stdout."""
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from isokron.cli import process
 
 if TYPE_CHECKING:
     from isokron.attribution import Attributor, Query, Scores
     from isokron.tasks import Shown
 
+LOG_WIDTH = 250  # of a table with every column, where there is no terminal
+QUIET_SECONDS = 10.0  # between lines of progress where there is no terminal
 SHOWN = 3  # examples of each sign and query
 WIDTH = 60  # characters of a text
 
 
-class Clock:
-    """Seconds by stage, and the peak memory of the process."""
+class Display:
+    """Shows progress on stderr; see isokron.training.Progress. Only one of several ranks shows it.
 
-    def __init__(self) -> None:
-        self.stages = {"load": time.perf_counter()}
+    In a terminal one bar is redrawn in place and removed at the end. Elsewhere there is a line
+    every ten seconds, at the end of every stage, and for every message.
+    """
 
-    def start(self, stage: str) -> None:
-        self.stages[stage] = time.perf_counter()
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(stderr=True)
+        self.console.quiet = not process.leads()
+        self.bar = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TextColumn("{task.completed} of {task.total}"),
+            TextColumn("{task.fields[note]}", style="dim", markup=False),
+            TimeRemainingColumn(),
+            console=self.console,
+            transient=True,
+            disable=not self.console.is_terminal,
+        )
+        self.task = self.bar.add_task("", visible=False, note="")
+        self.stage = ""
+        self.printed = time.monotonic()
+        self.begun = {"load": self.printed}  # by stage
 
-    def summary(self) -> str:
-        names, starts = list(self.stages), [*self.stages.values(), time.perf_counter()]
-        parts = [f"{n} {b - a:.1f} s" for n, a, b in zip(names, starts, starts[1:], strict=False)]
-        return f"Time: {', '.join(parts)}; peak memory {peak_memory()}"
+    def __enter__(self) -> Display:
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+    def __call__(self, stage: str, done: int, total: int, note: str = "") -> None:
+        if total:
+            self.begun.setdefault(stage, time.monotonic())
+        if total and self.console.is_terminal:
+            if stage != self.stage:
+                self.stage = stage
+                self.bar.reset(self.task, total=total, description=stage, visible=True)
+            self.bar.update(self.task, completed=done, total=total, note=note)
+        elif done == total or time.monotonic() - self.printed > QUIET_SECONDS:
+            self.printed = time.monotonic()
+            parts = [f"{done} of {total}" if total else "", note]
+            text = ", ".join(part for part in parts if part)
+            line = f"{stage}: {text}" if text else stage
+            # a log has one line per message, however long
+            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def times(self) -> str:
+        """Seconds of every stage, and the peak memory of the process."""
+        starts = [*self.begun.values(), time.monotonic()]
+        seconds = [last - first for first, last in itertools.pairwise(starts)]
+        parts = [f"{name} {s:.1f} s" for name, s in zip(self.begun, seconds, strict=True)]
+        return f"Time: {', '.join(parts)}{peak_memory()}"
 
 
 def peak_memory() -> str:
-    from isokron.attribution.memory import readable
-
     try:
         import resource
     except ImportError:  # not a POSIX system
-        return "unknown"
+        return ""
     size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return readable(size if sys.platform == "darwin" else 1024 * size)
+    # bytes on macOS, KiB elsewhere
+    return f"; peak memory {size / (2**30 if sys.platform == 'darwin' else 2**20):.2f} GiB"
 
 
-def show(a: Attributor, queries: Sequence[Query], scores: Scores, most: int = SHOWN) -> None:
+def output(least: int = 0, log: int = LOG_WIDTH) -> Console:
+    """The console of stdout, at least so wide; a log, which does not wrap, has `log` columns."""
+    console = Console()
+    width = max(console.width, least) if console.is_terminal else log
+    return Console(width=width, markup=False, highlight=False)
+
+
+def fitted_table(
+    title: str, cells: list[list[str]], width: int, bold: int = -1, spare: Sequence[str] = ()
+) -> Table:
+    """A table for the terminal. cells: the head, then the rows; bold: number of a row.
+
+    If it is too wide, the columns named in `spare` are left out in that order; without `spare`,
+    rows become columns.
+    """
+
+    def least(column: Sequence[Text]) -> int:
+        # heads may break between words
+        return max(map(len, [*str(column[0]).split(), *map(str, column[1:])]))
+
+    def fits() -> bool:
+        return 1 + sum(least(column) + 3 for column in columns) < width
+
+    rows = [
+        [Text(cell, "bold" if i == bold else "") for cell in row] for i, row in enumerate(cells)
+    ]
+    columns = list(zip(*rows, strict=True))
+    for name in spare:
+        if not fits():
+            columns = [column for column in columns if str(column[0]) != name]
+    if not fits() and not spare:
+        columns = [tuple(row) for row in rows]
+    table = Table(title=Text(title), title_justify="left")
+    for i, column in enumerate(columns):
+        table.add_column(
+            column[0],
+            justify="left" if i == 0 else "right",
+            overflow="fold",
+            vertical="bottom",
+            min_width=least(column) if fits() else None,
+        )
+    for row in zip(*(column[1:] for column in columns), strict=True):
+        table.add_row(*row)
+    return table
+
+
+def show_scores(a: Attributor, queries: Sequence[Query], scores: Scores, most: int = SHOWN) -> None:
     """The top examples of every query, a line each, with their share of the positive influence."""
     if scores.noise is not None:
         typer.echo(
@@ -52,61 +147,61 @@ def show(a: Attributor, queries: Sequence[Query], scores: Scores, most: int = SH
         )
     one_by_one = len(scores) == len(queries)
     for number, top in enumerate(scores.top(most)):
-        asked = queries[number] if one_by_one else queries[0]
-        name = asked.name if one_by_one else f"{len(queries)} queries"
-        text = "".join(asked.shown[0].tokens) if asked.shown[0].generated else ""
-        typer.echo(f"\n{name[:WIDTH]}{' → ' if text else ': '}{text or words(asked.shown[0])}")
+        query = queries[number] if one_by_one else queries[0]
+        name = query.name if one_by_one else f"{len(queries)} queries"
+        text = "".join(query.shown[0].tokens) if query.shown[0].generated else ""
+        typer.echo(f"\n{name[:WIDTH]}{' → ' if text else ': '}{text or one_line(query.shown[0])}")
         positive = float(scores[number].clamp_min(0).sum()) or 1.0
         for sign, ranked in (("+", top.proponents), ("−", top.opponents)):
             for entry in ranked:
-                shown = words(a.show(a.data.batch([entry.example]))[0])
-                typer.echo(f"  {sign} {abs(entry.score) / positive:7.2%}  {entry.id:<20}  {shown}")
+                share, example = abs(entry.score) / positive, example_line(a, entry.example)
+                typer.echo(f"  {sign} {share:7.2%}  {entry.id:<20}  {example}")
         checked = scores.answers[number]["verify"] if scores.answers else None
         if checked is not None:
             groups = ("proponents", "random", "opponents")
             moves = [f"{g} {checked[g]:+.3g}" for g in groups if checked[g] is not None]
             before = f"{checked['before']:.3g}"
             typer.echo(f"  one step changed the loss of {before} nats: {', '.join(moves)}")
+            foremost = scores.answers[number]["proponents"][0]
+            if foremost["nats"] is not None:
+                nats = f"{foremost['nats']:+.3g}"
+                typer.echo(f"  leaving out {foremost['id']}: predicted {nats} nats")
 
 
-def show_self(a: Attributor, top: int, damping: float | None, store: bool | None) -> None:
-    """Write the influence of all examples on themselves, and show the largest."""
-    from safetensors.torch import save
-
-    from isokron.distributed.team import in_turn
-    from isokron.files import write_atomically
-
-    values = a.self_influence(damping, store)
-    path = a.folder.path / "self.safetensors"
-    with in_turn(a.subject.ranks, "writing scores"):
-        if a.folder.leads:
-            write_atomically(path, [save({"self_influence": values.contiguous()})])
-    for number in values.argsort(descending=True, stable=True)[:top].tolist():
-        shown = words(a.show(a.data.batch([number]))[0])
-        typer.echo(f"    {float(values[number]):12.5g}  {a.data.ids[number]:<20}  {shown}")
-    typer.echo(f"Influence of examples on themselves: {path}")
-
-
-def records(
+def score_records(
     a: Attributor, queries: Sequence[Query], scores: Scores, count: int
 ) -> Iterator[dict[str, Any]]:
-    for asked, top in zip(queries, scores.top(count), strict=True):
-        sides = {
-            side: [
-                {
-                    **ranked._asdict(),
-                    "text": words(a.show(a.data.batch([ranked.example]))[0], 10**6),
-                }
-                for ranked in getattr(top, side)
+    """One JSON object per query: its top examples with their texts."""
+    for query, top in zip(queries, scores.top(count), strict=True):
+        record: dict[str, Any] = {"query": query.name}
+        for side in ("proponents", "opponents"):
+            record[side] = [
+                {**entry._asdict(), "text": example_line(a, entry.example, width=10**6)}
+                for entry in getattr(top, side)
             ]
-            for side in ("proponents", "opponents")
-        }
-        yield {"query": asked.name, **sides}
+        yield record
 
 
-def words(shown: Shown, width: int = WIDTH) -> str:
-    """An example in one line."""
+def example_line(a: Attributor, number: int, width: int = WIDTH) -> str:
+    """A training example in one line."""
+    return one_line(a.show(a.data.batch([number]))[0], width)
+
+
+def one_line(shown: Shown, width: int = WIDTH) -> str:
     text = " ".join(shown.text.split())
     text = text if len(text) <= width else text[: width - 1] + "…"
     parts = [shown.title, f"label {shown.label}" if shown.label else "", text]
     return ", ".join(part for part in parts if part)
+
+
+def show_evaluation(results: Mapping[str, Any]) -> None:
+    """The results of `isokron evaluate`, a line each."""
+    typer.echo("Linear datamodelling score, mean over queries and its standard error:")
+    for name, level in results["lds"].items():
+        typer.echo(f"  {name:<28} {level['mean']:6.3f} ± {level['error']:.3f}")
+    typer.echo("Rank correlation of a store's scores with exact ones, by its dimension:")
+    typer.echo("  " + ", ".join(f"{dim}: {rho:.3f}" for dim, rho in results["projected"].items()))
+    if results["mislabelled"]:
+        typer.echo("Area under ROC of finding flipped labels:")
+        for name, value in results["mislabelled"].items():
+            typer.echo(f"  by {name:<25} {value:6.3f}")

@@ -1,0 +1,137 @@
+"""The process of a command: its ranks under torchrun, its error message and its exit code."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from isokron.distributed import Ranks
+    from isokron.distributed.launch import Launched
+
+# commands that cannot share their work among processes
+SINGLE = ("demo", "race", "query", "evaluate", "inspect", "plan")
+
+_launched: Launched | None = None  # the process group, until the process ends
+
+
+class Failed(Exception):
+    """Failed work, as opposed to a wrong call; its cause is the error."""
+
+
+def join(arguments: Sequence[str]) -> None:
+    """Join the process group if torchrun started several processes, all with the same arguments."""
+    global _launched
+    # looked up here too, so that a single process does not wait for torch to load
+    if os.environ.get("WORLD_SIZE", "1") in ("", "0", "1"):
+        return
+    from isokron.distributed.launch import join
+
+    _launched = join()
+    if _launched is None:
+        return
+    if _launched.ranks.rank:
+        # the first rank prints the results
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
+    _launched.ranks.agree("the arguments of isokron", list(arguments))
+    if arguments[0] in SINGLE:
+        raise ValueError(
+            f"isokron {arguments[0]} works on one process, and torchrun has started "
+            f"{_launched.ranks.size}; start it without torchrun"
+        )
+
+
+def ranks() -> Ranks | None:
+    """The processes that share the command; None if there is one."""
+    return None if _launched is None else _launched.ranks
+
+
+def leads() -> bool:
+    """Whether this process prints and writes for all."""
+    return _launched is None or _launched.ranks.rank == 0
+
+
+@contextmanager
+def work(advice: str = "run the same command again to continue") -> Iterator[None]:
+    """Errors inside are failed work (exit code 1); all others are a wrong call (exit code 2).
+
+    advice: printed after Ctrl-C.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        if leads():
+            typer.echo(f"Interrupted: {advice}.", err=True)
+        raise typer.Exit(130) from None
+    except Exception as error:
+        raise Failed from error
+
+
+def complain(message: str, error: BaseException | None = None) -> None:
+    """Print an error in one line, on one of the ranks."""
+    if _launched is None or _launched.speaks(error):
+        typer.echo(f"isokron: error: {' '.join(message.split())}", err=True)
+
+
+def report(error: Exception, options: Mapping[str, str]) -> int:
+    """Print the error in one line and return the exit code; ISOKRON_TRACEBACK=1 raises it.
+
+    options: argument → option of the command, by which the message names it.
+    """
+    cause = error.__cause__ if isinstance(error, Failed) else error
+    assert isinstance(cause, Exception)
+    if os.environ.get("ISOKRON_TRACEBACK"):
+        raise cause
+    if hasattr(cause, "format_message"):  # typer's; its class has moved between versions
+        message = cause.format_message().replace("Value error, ", "")
+    elif str(cause) and isinstance(cause, (ValueError, ImportError, OSError, FloatingPointError)):
+        message = named_options(str(cause), options) + _place(cause)
+    else:
+        message = f"{type(cause).__name__}: {cause}{_place(cause)}"
+    complain(message, cause)
+    # a package that is not installed is not a wrong call
+    return 1 if isinstance(error, Failed) or isinstance(cause, ImportError) else 2
+
+
+def named_options(message: str, options: Mapping[str, str]) -> str:
+    """`steps must be …, lower lr=1` → `--steps must be …, lower --lr 1`: arguments as options."""
+
+    def option(match: re.Match[str]) -> str:
+        name = options.get(match[1], match[1])
+        return match[0] if name == match[1] else f"{name} " if match[0].endswith("=") else name
+
+    return re.sub(r"\b(\w+)=(?=[\w.+-])", option, re.sub(r"^(\w+)(?=[ :])", option, message))
+
+
+def _place(error: Exception) -> str:
+    """The line of the user's own code in which the error was raised, if it was."""
+    library = (str(Path(__file__).parents[1]), str(Path(traceback.__file__).parent), "<")
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        # frames of this package, of Python's library and of code without a file are not the user's
+        if not frame.filename.startswith(library) and "site-packages" not in frame.filename:
+            name = Path(frame.filename).name
+            return f" ({name}, line {frame.lineno}; ISOKRON_TRACEBACK=1 shows all)"
+    return ""
+
+
+def leave(code: int) -> NoReturn:
+    """Exit; after success, together with the other ranks."""
+    if _launched is None:
+        sys.exit(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code == 0:
+        _launched.leave()
+    else:
+        _launched.give_up()
+    # the usual exit would close connections on which other ranks still wait, and their threads
+    # have been seen to abort the process
+    os._exit(code)
