@@ -22,7 +22,7 @@ def item(example, score, shown, positive=20.0, **fields):
     count = len(shown.get("tokens", ())) or None
     return {
         **{"example": example, "id": f"id-{example}", "score": score, "share": score / positive},
-        **{"noisy": False, "per_token": score / count if count else None, "cosine": 0.25},
+        **{"nats": None, "noisy": False, "per_token": score / count if count else None, "cosine": 0.25},
         **{"tokens_counted": count, "loss": 2.5, "tokens": [], "layers": [], "shown": shown},
         **fields,
     }
@@ -33,7 +33,7 @@ def answer(query, shown, proponents, opponents, **fields):
     return {
         **{"query": query, "shown": shown, "loss": 12.0, "tokens_counted": 5, "said": None},
         **{"token_losses": [], "token_scores": [], "generated": False, "standard_error": None},
-        **{"positive": 20.0, "verify": None},
+        **{"positive": 20.0, "verify": None, "calibration": None},
         **{"proponents": proponents, "opponents": opponents},
         **{"histogram": [edges, [k % 7 for k in range(40)]], **fields},
     }
@@ -43,13 +43,13 @@ def text_answer(query="what is said", **fields):
     """An answer by token; the second proponent has nothing to show, the opponent is long."""
     tokens = [1.0, 2.5, -0.5, 0.0, 0.0]
     proponents = [
-        item(7, 3.0, text(title="A title"), tokens=tokens, cosine=0.2),
+        item(7, 3.0, text(title="A title"), tokens=tokens, cosine=0.2, nats=0.0123),
         item(8, 2.0, {"label": "tax"}, cosine=0.5, tokens_counted=400, per_token=0.005),
     ]
     opponent = item(9, -4.0, text(WORDS * 90), tokens=[-1.0, 0.2, 0.0, 0.0, 0.1] * 90)
     details = {
         **{"token_losses": [4.0, 2.0, 0.5, 3.5, 2.0], "token_scores": [1.0, 6.0, 0.0, -2.0, 1.0]},
-        **{"said": "We have\nthe truth", "generated": True},
+        **{"said": "We have\nthe truth", "generated": True, "calibration": 0.0041},
         "verify": {
             **{"examples": 10, "step": 0.001, "before": 12.0},
             **{"proponents": -0.8, "random": -0.05, "opponents": 0.3},

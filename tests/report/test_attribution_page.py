@@ -104,6 +104,7 @@ def test_query_pane_shows_loss_what_the_model_said_and_the_check_by_training(tmp
     assert "One gradient step of the same length, from the same weights, changed this" in said
     assert "10 top proponents −0.800 nats 10 random examples −0.0500 nats" in said
     assert "10 top opponents +0.300 nats" in said
+    assert "Predicted nats score × 0.00410, measured by real steps" in said
     assert 'data-losses="4 2 0.5 3.5 2"' in html
     assert 'data-shares="0.1 0.6 0 -0.2 0.1"' in html
 
@@ -119,7 +120,8 @@ def test_cards_show_share_first_and_other_numbers_in_one_format(tmp_path):
     html = page_of(tmp_path / "run", record())
     assert ">+15.0\u00a0%</span>" in html
     assert "score +3.00 = ⟨∇q, H⁻¹∇t⟩; its share of the query's 20.0 in positive" in html
-    assert "+3.00 % per token cosine 0.200 5 tokens loss 2.50 nats" in words_of(html)
+    facts = "+3.00 % per token cosine 0.200 5 tokens loss 2.50 nats predicted +0.0123 nats"
+    assert facts in words_of(html)
 
 
 def test_cards_without_content_show_id_label_and_loss(tmp_path):
