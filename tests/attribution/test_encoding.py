@@ -20,7 +20,7 @@ from isokron.attribution.projection import (
 )
 from isokron.curvature import CrossEntropy, Curvature, fit
 from isokron.curvature.layers import Layer, find_layers
-from isokron.curvature.packing import pack
+from isokron.curvature.layout import pack
 
 LOSS = CrossEntropy()
 METHODS = ["kfac", "tkfac", "shampoo"]

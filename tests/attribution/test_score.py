@@ -14,8 +14,8 @@ from isokron.attribution.score import (
 )
 from isokron.curvature import Curvature, find_layers, fit
 from isokron.curvature.layers import Selection
+from isokron.curvature.layout import pack
 from isokron.curvature.losses import CrossEntropy
-from isokron.curvature.packing import pack
 from isokron.tasks import Examples
 
 METHODS = ["kfac", "ekfac", "tkfac", "shampoo"]

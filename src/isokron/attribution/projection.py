@@ -25,10 +25,9 @@ from torch import Tensor, nn
 
 from isokron.curvature import Curvature, side_damping
 from isokron.curvature.backward import Passes
-from isokron.curvature.curvature import dead_blocks
+from isokron.curvature.curvature import Operator, dead_blocks
 from isokron.curvature.layers import Layer
 from isokron.curvature.losses import Likelihood, Loss
-from isokron.curvature.spectrum import Operator
 from isokron.curvature.statistics import Uses
 from isokron.linalg import factorize
 from isokron.operators import Dense, Kron, KronEigen
@@ -334,9 +333,7 @@ def collect(
     gradient is that of the sum of its terms; models of less precision are computed in `dtype`."""
     rows: list[Tensor] = []  # of the batch
     layers = encoding.layers
-    passes = Passes(
-        model, batches, loss, layers, dtype=dtype, masks=False, record=True, weighting="linear"
-    )
+    passes = Passes(model, batches, loss, layers, dtype=dtype, weighting="linear")
 
     def of_batch() -> Tensor:
         if not rows:

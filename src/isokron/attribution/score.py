@@ -296,7 +296,7 @@ def gradient_passes(
     model: nn.Module, batches: Iterable[Any], loss: Loss | Likelihood, layers: list[Layer]
 ) -> Passes:
     """Passes that show every layer's part of ∇Σ wℓ; positions need no mask, their g̃ is 0."""
-    return Passes(model, batches, loss, layers, masks=False, record=True, weighting="linear")
+    return Passes(model, batches, loss, layers, weighting="linear")
 
 
 def exact_scores(

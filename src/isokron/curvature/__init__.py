@@ -1,8 +1,9 @@
 """Curvature of any model: what layers see → statistics → operators."""
 
 from isokron.curvature import losses
+from isokron.curvature.backward import exact_cost
 from isokron.curvature.curvature import Curvature, side_damping
-from isokron.curvature.fit import exact_cost, fit, planned_bytes
+from isokron.curvature.fit import fit, planned_bytes
 from isokron.curvature.hooks import Event, capture
 from isokron.curvature.layers import Selection, find_layers
 from isokron.curvature.losses import BinaryCrossEntropy, CrossEntropy, Likelihood, SquaredError

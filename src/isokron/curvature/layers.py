@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from isokron.curvature.packing import Layout, View, view_of
+from isokron.curvature.layout import Layout, View, view_of
 
 PARTS = ("q", "k", "v")  # of the packed projection of nn.MultiheadAttention
 MAX_SIDE = 8192  # a larger side makes a matrix of more than 256 MB
@@ -52,10 +52,6 @@ class Layer:
         return self.shape[2] if self.kind == "index" else 0
 
     @property
-    def parameters(self) -> int:
-        return prod(self.shape)
-
-    @property
     def is_linear(self) -> bool:
         return type(self.view) is View and self.observed == "module"
 
@@ -79,7 +75,7 @@ class Selection:
 
     @property
     def covered(self) -> int:
-        return sum(layer.parameters for layer in self.layers)
+        return sum(prod(layer.shape) for layer in self.layers)
 
     def summary(self) -> str:
         """One line: "covers 106 of 135 M parameters; left out: lm_head (49,152 outputs)"."""
@@ -100,7 +96,7 @@ class Selection:
     def without(self, reasons: Mapping[str, str]) -> "Selection":
         """The same with some layers left out, by name."""
         dropped = [x for x in self.layers if x.name in reasons]
-        left_out = [LeftOut(x.name, reasons[x.name], x.parameters) for x in dropped]
+        left_out = [LeftOut(x.name, reasons[x.name], prod(x.shape)) for x in dropped]
         layers = [x for x in self.layers if x.name not in reasons]
         return replace(self, layers=layers, left_out=self.left_out + left_out)
 
@@ -111,7 +107,6 @@ def find_layers(
     *,
     max_side: int | None = MAX_SIDE,
     head: str = "skip",
-    strict: bool = False,
 ) -> Selection:
     """The layers of a model whose curvature is to be known.
 
@@ -123,14 +118,10 @@ def find_layers(
         max_side: most inputs and outputs of a layer; None for no limit.
         head: "lowrank" takes in linear layers of more than `max_side` outputs, "skip" only those
             that a pattern without wildcards names.
-        strict: modules of unknown types that have parameters are an error.
     """
     if head not in ("skip", "lowrank"):
         raise ValueError(f"head must be 'skip' or 'lowrank', got {head!r}")
     layers, unknown = all_layers(model)
-    if strict and unknown:
-        names = ", ".join(f"{name} ({kind})" for name, kind, _ in unknown)
-        raise ValueError(f"curvature of {names} is not known; use strict=False to leave them out")
     included, excluded = parse_patterns(patterns, model, layers)
     reasons: dict[str, str] = {}
     for layer in layers:

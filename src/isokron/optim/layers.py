@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from isokron.curvature.layers import Layer as Site
-from isokron.curvature.packing import pack, unpack
+from isokron.curvature.layout import pack, unpack
 from isokron.linalg import sent
 from isokron.optim import thin
 from isokron.optim.fisher import (

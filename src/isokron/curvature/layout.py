@@ -62,7 +62,6 @@ def pack(layout: Layout, tensors: Mapping[str, Tensor]) -> Tensor:
     if layout.form == "diagonal":
         return torch.stack([value.flatten() for value in parts.values()])[None]
     weight = parts["weight"]
-    # a bias is the column of an input that is always one
     if layout.form == "columns":
         matrix = weight.mT[None]
     else:
@@ -83,17 +82,6 @@ def unpack(layout: Layout, matrix: Tensor) -> dict[str, Tensor]:
     return {**parts, "bias": matrix[..., -1].flatten()} if layout.bias else parts
 
 
-def put_(
-    result: dict[str, Tensor], layout: Layout, matrix: Tensor, like: Mapping[str, Tensor]
-) -> None:
-    """Add a matrix to its parameters in `result`, which begin as zeros."""
-    for key, value in unpack(layout, matrix).items():
-        name = layout.params[key]
-        total = result.setdefault(name, torch.zeros_like(like[name]))
-        part = layout.part(key, total)
-        part += value.reshape(part.shape).to(total.dtype)
-
-
 @dataclass(frozen=True)
 class View:
     """Inputs and outputs of a linear layer; subclasses are other types of layers.
@@ -106,13 +94,13 @@ class View:
     kind: str = "dense"
     groups: int = 1
 
-    def inputs(self, x: Tensor, batch_dim: int) -> Tensor:
+    def inputs(self, x: Tensor) -> Tensor:
         """[B, N, S, i] without the one of a bias; an index is [B, N, S], −1 for none."""
-        return positions(x, batch_dim)
+        return self.outputs(x)
 
-    def outputs(self, y: Tensor, batch_dim: int) -> Tensor:
-        """[B, N, S, o]"""
-        return positions(y, batch_dim)
+    def outputs(self, y: Tensor) -> Tensor:
+        """[N, ..., o] → [B, N, S, o]. A vector is one position of one example."""
+        return y.reshape(1, len(y) if y.ndim > 1 else 1, -1, y.size(-1))
 
 
 @dataclass(frozen=True)
@@ -121,15 +109,25 @@ class Convolution(View):
 
     module: nn.modules.conv._ConvNd = field(kw_only=True)
 
-    def inputs(self, x: Tensor, batch_dim: int) -> Tensor:
-        patches = windows(self.module, x)  # [N, places..., channels, taps...]
-        order = len(self.module.kernel_size)
+    def inputs(self, x: Tensor) -> Tensor:
+        conv = self.module
+        mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
+        x = functional.pad(self._batched(x), conv._reversed_padding_repeated_twice, mode=mode)
+        sizes = zip(conv.kernel_size, conv.stride, conv.dilation, strict=True)
+        for dim, (width, step, gap) in enumerate(sizes, 2):
+            # unfold has all taps of a dilated kernel and those between them
+            x = x.unfold(dim, gap * (width - 1) + 1, step)[..., ::gap]
+        order = len(conv.kernel_size)
+        patches = x.movedim(1, 1 + order)  # [N, places..., channels, taps...]
         flat = patches.flatten(1, order).flatten(2)  # [N, S, channels · taps]
         return flat.unflatten(2, (self.groups, -1)).movedim(2, 0)
 
-    def outputs(self, y: Tensor, batch_dim: int) -> Tensor:
-        y = _batched(self.module, y).flatten(2).mT  # [N, S, channels]
+    def outputs(self, y: Tensor) -> Tensor:
+        y = self._batched(y).flatten(2).mT  # [N, S, channels]
         return y.unflatten(2, (self.groups, -1)).movedim(2, 0)
+
+    def _batched(self, x: Tensor) -> Tensor:
+        return x[None] if x.ndim == len(self.module.kernel_size) + 1 else x
 
 
 @dataclass(frozen=True)
@@ -138,8 +136,7 @@ class Table(View):
 
     padding: int | None = None
 
-    def inputs(self, x: Tensor, batch_dim: int) -> Tensor:
-        x = x.movedim(batch_dim, 0) if x.ndim > 1 else x
+    def inputs(self, x: Tensor) -> Tensor:
         index = x.reshape(1, x.size(0) if x.ndim else 1, -1)
         return index if self.padding is None else index.masked_fill(index == self.padding, -1)
 
@@ -150,13 +147,26 @@ class Affine(View):
 
     module: nn.Module = field(kw_only=True)
 
-    def inputs(self, x: Tensor, batch_dim: int) -> Tensor:
-        return self.outputs(normalized(self.module, x), batch_dim)
+    def inputs(self, x: Tensor) -> Tensor:
+        module = self.module
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        if isinstance(module, nn.LayerNorm):
+            x = functional.layer_norm(x, module.normalized_shape, eps=module.eps)
+        elif isinstance(module, nn.GroupNorm):
+            x = functional.group_norm(x, module.num_groups, eps=module.eps)
+        else:
+            x = functional.rms_norm(x, self._weight.shape, eps=_epsilon(module))
+        return self.outputs(x)
 
-    def outputs(self, y: Tensor, batch_dim: int) -> Tensor:
+    def outputs(self, y: Tensor) -> Tensor:
         if isinstance(self.module, nn.GroupNorm):
             return y.reshape(*y.shape[:2], -1).mT[None]  # [1, N, S, channels]
-        return positions(y.flatten(-len(_normalized_shape(self.module))), batch_dim)
+        return super().outputs(y.flatten(-self._weight.ndim))
+
+    @property
+    def _weight(self) -> Tensor:
+        assert isinstance(self.module.weight, Tensor)
+        return self.module.weight
 
 
 def view_of(module: nn.Module) -> View | None:
@@ -175,54 +185,13 @@ def view_of(module: nn.Module) -> View | None:
     return None
 
 
-def positions(x: Tensor, batch_dim: int) -> Tensor:
-    """[N, ..., d] → [1, N, S, d]. A vector is one position of one example."""
-    if x.ndim == 1:
-        return x[None, None, None]
-    x = x.movedim(batch_dim, 0) if x.ndim > 2 else x
-    return x.reshape(1, len(x), -1, x.size(-1))
-
-
-def windows(conv: nn.modules.conv._ConvNd, x: Tensor) -> Tensor:
-    """The input under the kernel at every place, as a view: [N, places..., channels, taps...]."""
-    mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
-    x = functional.pad(_batched(conv, x), conv._reversed_padding_repeated_twice, mode=mode)
-    for dim, (width, step, gap) in enumerate(
-        zip(conv.kernel_size, conv.stride, conv.dilation, strict=True), 2
-    ):
-        # unfold has all taps of a dilated kernel and those between them
-        x = x.unfold(dim, gap * (width - 1) + 1, step)[..., ::gap]
-    return x.movedim(1, 1 + len(conv.kernel_size))
-
-
-def _batched(conv: nn.modules.conv._ConvNd, x: Tensor) -> Tensor:
-    return x[None] if x.ndim == len(conv.kernel_size) + 1 else x
-
-
-def normalized(module: nn.Module, x: Tensor) -> Tensor:
-    """x̂: the output of a norm before weight and bias, in float32 at least."""
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    if isinstance(module, nn.LayerNorm):
-        return functional.layer_norm(x, module.normalized_shape, eps=module.eps)
-    if isinstance(module, nn.GroupNorm):
-        return functional.group_norm(x, module.num_groups, eps=module.eps)
-    return functional.rms_norm(x, _normalized_shape(module), eps=_epsilon(module))
-
-
-def _normalized_shape(module: nn.Module) -> tuple[int, ...]:
-    if isinstance(module, nn.LayerNorm | nn.RMSNorm):
-        return tuple(module.normalized_shape)
-    assert isinstance(module.weight, Tensor)
-    return tuple(module.weight.shape)
-
-
-def _epsilon(module: nn.Module) -> float | None:
-    values = (getattr(module, name, None) for name in EPSILONS)
-    return next((value for value in values if isinstance(value, float)), None)
-
-
 def _is_rms_norm(module: nn.Module) -> bool:
     """transformers has a class for every architecture, with a weight and an epsilon."""
     names = [name for name, _ in module.named_parameters()]
     by_name = type(module).__name__.endswith(RMS_NORMS)
     return by_name and names == ["weight"] and _epsilon(module) is not None
+
+
+def _epsilon(module: nn.Module) -> float | None:
+    values = (getattr(module, name, None) for name in EPSILONS)
+    return next((value for value in values if isinstance(value, float)), None)
