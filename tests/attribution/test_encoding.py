@@ -19,8 +19,7 @@ from isokron.attribution.projection import (
     row_width,
 )
 from isokron.curvature import CrossEntropy, Curvature, fit
-from isokron.curvature.layers import Layer, find_layers
-from isokron.curvature.layout import pack
+from isokron.curvature.layers import Layer, find_layers, pack
 
 LOSS = CrossEntropy()
 METHODS = ["kfac", "tkfac", "shampoo"]

@@ -13,8 +13,7 @@ from isokron.attribution.score import (
     query_gradients,
 )
 from isokron.curvature import Curvature, find_layers, fit
-from isokron.curvature.layers import Selection
-from isokron.curvature.layout import pack
+from isokron.curvature.layers import Selection, pack
 from isokron.curvature.losses import CrossEntropy
 from isokron.tasks import Examples
 

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from isokron.curvature import CrossEntropy, Selection, find_layers, fit
 from isokron.curvature.backward import Passes, probe_layers
-from isokron.curvature.layers import Layer
-from isokron.curvature.layout import unpack
+from isokron.curvature.layers import Layer, unpack
 from isokron.curvature.statistics import Uses
 
 transformers = pytest.importorskip("transformers")

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 import forked
 from isokron.curvature import CrossEntropy, Curvature, fit, planned_bytes, side_damping
-from isokron.curvature.layers import find_layers
-from isokron.curvature.layout import pack
+from isokron.curvature.layers import find_layers, pack
 
 LOSS = CrossEntropy()
 METHODS = ["kfac", "ekfac", "tkfac", "shampoo"]

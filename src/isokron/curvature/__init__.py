@@ -1,7 +1,6 @@
 """Curvature of any model: what layers see → statistics → operators."""
 
 from isokron.curvature import losses
-from isokron.curvature.backward import exact_cost
 from isokron.curvature.curvature import Curvature, side_damping
 from isokron.curvature.fit import fit, planned_bytes
 from isokron.curvature.hooks import Event, capture
@@ -17,7 +16,6 @@ __all__ = [
     "Selection",
     "SquaredError",
     "capture",
-    "exact_cost",
     "find_layers",
     "fit",
     "losses",

@@ -11,7 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isokron.curvature.hooks import Event, Watcher, by_example, without_autocast
+from isokron.curvature.hooks import (
+    Event,
+    Watcher,
+    by_example,
+    inputs_of,
+    outputs_of,
+    without_autocast,
+)
 from isokron.curvature.layers import Layer, Selection
 from isokron.curvature.losses import CrossEntropy, Likelihood, Loss, terms_and_weights
 from isokron.curvature.statistics import Uses, joined
@@ -215,18 +222,12 @@ class Passes:
         exact Fisher of a softmax needs no more. Its only outputs must be these logits."""
         uses = self.watcher.products or []
         for layer, x, outputs, versions in uses:
-            same = (
-                outputs.data_ptr() == logits.data_ptr()
-                and outputs.numel() == logits.numel()
-                and outputs.size(-1) == logits.size(-1)
-                and outputs.is_contiguous()
-                and logits.is_contiguous()
-                and versions == (x._version, outputs._version)
-            )
-            if same and sum(use[0] is layer for use in uses) == 1:
+            same = outputs.is_contiguous() and _memory(outputs) == _memory(logits)
+            unchanged_since = versions == (x._version, outputs._version)
+            if same and unchanged_since and sum(use[0] is layer for use in uses) == 1:
                 wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
                 rows = wide.softmax(-1) * weights.sqrt().to(wide.dtype).unsqueeze(-1)
-                return Event(layer, layer.view.inputs(x), layer.view.outputs(rows.view_as(outputs)))
+                return Event(layer, inputs_of(layer, x), outputs_of(layer, rows.view_as(outputs)))
         return None
 
     def _count(self, weights: Tensor, batch: Any) -> None:
@@ -237,7 +238,7 @@ class Passes:
         self.counted = None if bool(counted.all()) else self._rows(counted)
 
     def _warn_of_cost(self, shape: Sequence[int]) -> None:
-        cost = exact_cost(shape)
+        cost = shape[-1] * prod(shape[1:-1])
         if cost > MANY_PASSES and not self.warned:
             warnings.warn(
                 f"fisher='exact' takes {cost:,} backward passes a batch, one for each of "
@@ -247,10 +248,9 @@ class Passes:
         self.warned = True
 
 
-def exact_cost(outputs: Sequence[int]) -> int:
-    """Backward passes a batch with fisher="exact", of outputs [N, ..., classes]: one for each class
-    at each position."""
-    return outputs[-1] * prod(outputs[1:-1])
+def _memory(rows: Tensor) -> tuple[Any, ...]:
+    """Equal for contiguous views of the same rows."""
+    return rows.data_ptr(), rows.numel(), rows.size(-1), rows.is_contiguous()
 
 
 def probe_layers(

@@ -11,14 +11,13 @@ eigenvalue of the layer (Martens & Grosse 1503.05671, section 6.3).
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from isokron.curvature.layout import Layout, pack, unpack
+from isokron.curvature.layers import Layout, pack, unpack
 from isokron.linalg import eigh, factorize
 from isokron.operators import CholeskyInverse, Dense, Diagonal, Factor, Kron, KronEigen, LowRank
 
@@ -36,7 +35,6 @@ class LayerCurvature:
 
     name: str
     method: str
-    kind: str
     layout: Layout
     statistics: dict[str, Tensor]
     policy: str = "none"
@@ -275,8 +273,8 @@ class Curvature(Mapping[str, Operator]):
 
     def trace(self) -> dict[str, float]:
         """Of every layer's operator."""
-        means = {name: float(mean_eigenvalue(operator).sum()) for name, operator in self.items()}
-        return {name: means[name] * prod(x.layout.shape[1:]) for name, x in self.layers.items()}
+        shapes = {name: layer.layout.shape[1:] for name, layer in self.layers.items()}
+        return {n: float(mean_eigenvalue(self[n]).sum()) * o * i for n, (o, i) in shapes.items()}
 
     def report(self, spectra: bool = True) -> list[dict[str, Any]]:
         """One record a layer: its shape and statistics, and the damping applied to it.
@@ -292,7 +290,7 @@ class Curvature(Mapping[str, Operator]):
             record: dict[str, Any] = {
                 "layer": name,
                 "method": layer.method,
-                "kind": layer.kind,
+                "kind": layer.layout.kind,
                 "blocks": blocks,
                 "outputs": outputs,
                 "inputs": inputs,

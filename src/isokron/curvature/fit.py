@@ -62,7 +62,7 @@ def fit(
         method: "kfac", "ekfac", "tkfac" or "shampoo".
         fisher: gradients of the data's labels ("empirical"), of labels drawn from the model
             ("sampled", by `seed` and the number of the batch, anew for EK-FAC's eigenvalues), or of
-            all labels ("exact", see `exact_cost`). The last two need a likelihood.
+            all labels ("exact"). The last two need a likelihood.
         sharing: positions that share a weight count one by one ("expand") or are taken together
             ("reduce") in the factors of K-FAC and TKFAC.
         layers: patterns of names. `selection`: layers chosen before, in their place.
@@ -115,7 +115,6 @@ def fit(
             LayerCurvature(
                 name=layer.name,
                 method=methods[layer.name],
-                kind=layer.kind,
                 layout=layer.layout,
                 statistics=means[layer.name],
                 policy=policies[layer.name].name,
@@ -145,7 +144,7 @@ class Fold:
         if uses.kind == "softmax" and method in ("tkfac", "shampoo"):
             statistics.softmax_traced_(sums, uses, self.sharing if method == "tkfac" else "expand")
         elif uses.kind == "softmax":
-            statistics.softmax_covariance_(sums, uses)
+            statistics.output_covariance_(sums, uses)
             self.waiting[layer.name] = layer, uses
         elif uses.kind == "diagonal":
             statistics.diagonal_(sums, uses, list(layer.layout.params))
@@ -266,7 +265,7 @@ def planned_bytes(
     """
     sides = values = scaled = largest = 0
     for layer in layers:
-        (blocks, outputs, inputs), kind = layer.layout.shape, layer.view.kind
+        (blocks, outputs, inputs), kind = layer.shape, layer.kind
         low = layer.name in lowrank
         if kind == "diagonal" or (method == "ekfac" and not low):
             values += blocks * outputs * inputs

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.backends import mha
 from torch.nn import functional
+from torch.nn.modules.conv import _ConvNd
 
-from isokron.curvature.layers import PARTS, Layer, all_layers, matches, parse_patterns
+from isokron.curvature.layers import PARTS, Layer, epsilon_of, find_layers
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,18 +43,13 @@ def capture(
     """Observe the layers that `layers` names, or all of known types, within a context.
 
     The context is a list that fills in backward passes, or stays empty where a `sink` takes events.
-    A weight that is used several times has one event a use. Patterns are those of `find_layers`,
-    here for any layer: embeddings, heads, tied weights. Nothing is written onto modules, and
-    backward passes after the context has ended are not observed.
+    A weight that is used several times has one event a use. Patterns are those of `find_layers`.
+    Nothing is written onto modules, and backward passes after the context has ended are not
+    observed.
     """
-    candidates, _ = all_layers(model)
-    included, excluded = parse_patterns(layers, model, candidates)
-    observed = [x for x in candidates if not included or matches(x.name, included)]
-    observed = [x for x in observed if not matches(x.name, excluded)]
-    if not observed:
-        raise ValueError(f"no layer to observe in {type(model).__name__} with layers={layers!r}")
+    selection = find_layers(model, "*" if layers is None else layers, max_side=None)
     events: list[Event] = []
-    with Watcher(observed, events.append if sink is None else sink):
+    with Watcher(selection.layers, events.append if sink is None else sink):
         yield events
 
 
@@ -76,13 +72,15 @@ class Watcher:
     def __enter__(self) -> "Watcher":
         self.on = True
         experts: dict[nn.Module, list[Layer]] = {}
+        hooks: list[tuple[nn.Module, Callable[..., None]]] = []
         for layer in self.layers:
             if layer.observed == "module":
-                self._hook(layer.module, functools.partial(self._watch_module, layer))
+                hooks.append((layer.module, functools.partial(self._module_called, layer)))
             elif layer.observed == "experts":
                 experts.setdefault(layer.module, []).append(layer)
         for module, layers in experts.items():
-            self._hook(module, functools.partial(self._watch_experts, layers))
+            hooks.append((module, functools.partial(self._experts_called, layers)))
+        self.handles = [m.register_forward_hook(hook, with_kwargs=True) for m, hook in hooks]
         self.contexts.enter_context(_parts_called())
         products = [layer for layer in self.layers if layer.observed == "product"]
         if products:
@@ -96,23 +94,19 @@ class Watcher:
         self.handles.clear()
         self.contexts.close()
 
-    def _hook(self, module: nn.Module, take: Callable[..., None]) -> None:
-        def called(
-            _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any
-        ) -> None:
-            take(outputs, *args, *kwargs.values())
-
-        self.handles.append(module.register_forward_hook(called, with_kwargs=True))
-
-    def _watch_module(self, layer: Layer, outputs: Tensor, inputs: Tensor, *_: Any) -> None:
+    def _module_called(
+        self, layer: Layer, _: nn.Module, args: Any, kwargs: Any, outputs: Tensor
+    ) -> None:
+        inputs, *_ = *args, *kwargs.values()
         self.watch(layer, inputs, outputs)
         if self.products is not None and layer.is_linear:
             versions = inputs._version, outputs._version
             self.products.append((layer, inputs.detach(), outputs.detach(), versions))
 
-    def _watch_experts(
-        self, layers: list[Layer], outputs: Tensor, x: Tensor, index: Tensor, weights: Tensor
+    def _experts_called(
+        self, layers: list[Layer], _: nn.Module, args: Any, kwargs: Any, outputs: Tensor
     ) -> None:
+        x, index, weights = *args, *kwargs.values()
         self._await(layers, x, outputs, functools.partial(expert_events, layers, x, index, weights))
 
     def watch(
@@ -127,11 +121,11 @@ class Watcher:
         part: makes the layer's outputs [N, ...] of `outputs`, where these are laid out otherwise
             or belong to several layers.
         """
-        view, x = layer.view, inputs.detach()
+        x = inputs.detach()
 
         def events(grad: Tensor) -> Iterator[Event]:
             grad = grad if part is None else part(grad)
-            yield Event(layer, view.inputs(x), view.outputs(grad))
+            yield Event(layer, inputs_of(layer, x), outputs_of(layer, grad))
 
         self._await([layer], inputs, outputs, events)
 
@@ -165,6 +159,57 @@ class Watcher:
                     self.sink(event)
 
         outputs.register_hook(report)
+
+
+def inputs_of(layer: Layer, x: Tensor) -> Tensor:
+    """[B, N, S, i] without the one of a bias; an index is [B, N, S], −1 for none."""
+    module: Any = layer.module
+    if layer.kind == "index":
+        index = x.reshape(1, x.size(0) if x.ndim else 1, -1)
+        padding = module.padding_idx
+        return index if padding is None else index.masked_fill(index == padding, -1)
+    if layer.kind == "diagonal":
+        # y = w ⊙ x̂ + b, or (1 + w) ⊙ x̂, whose gradients are the same
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        if isinstance(module, nn.LayerNorm):
+            normalized = functional.layer_norm(x, module.normalized_shape, eps=module.eps)
+        elif isinstance(module, nn.GroupNorm):
+            normalized = functional.group_norm(x, module.num_groups, eps=module.eps)
+        else:
+            normalized = functional.rms_norm(x, module.weight.shape, eps=epsilon_of(module))
+        return outputs_of(layer, normalized)
+    return _patches(module, x) if isinstance(module, _ConvNd) else outputs_of(layer, x)
+
+
+def outputs_of(layer: Layer, y: Tensor) -> Tensor:
+    """[N, ..., o] → [B, N, S, o]. A vector is one position of one example."""
+    module: Any = layer.module
+    if isinstance(module, _ConvNd):
+        y = _batched(module, y).flatten(2).mT  # [N, S, channels]
+        return y.unflatten(2, (module.groups, -1)).movedim(2, 0)
+    if isinstance(module, nn.GroupNorm):
+        return y.reshape(*y.shape[:2], -1).mT[None]  # [1, N, S, channels]
+    if layer.kind == "diagonal":
+        y = y.flatten(-module.weight.ndim)
+    return y.reshape(1, len(y) if y.ndim > 1 else 1, -1, y.size(-1))
+
+
+def _patches(conv: _ConvNd, x: Tensor) -> Tensor:
+    """The input under the kernel at every position of the output: [groups, N, S, i]."""
+    mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
+    x = functional.pad(_batched(conv, x), conv._reversed_padding_repeated_twice, mode=mode)
+    sizes = zip(conv.kernel_size, conv.stride, conv.dilation, strict=True)
+    for dim, (width, step, gap) in enumerate(sizes, 2):
+        # unfold has all taps of a dilated kernel and those between them
+        x = x.unfold(dim, gap * (width - 1) + 1, step)[..., ::gap]
+    order = len(conv.kernel_size)
+    patches = x.movedim(1, 1 + order)  # [N, places..., channels, taps...]
+    flat = patches.flatten(1, order).flatten(2)  # [N, S, channels · taps]
+    return flat.unflatten(2, (conv.groups, -1)).movedim(2, 0)
+
+
+def _batched(conv: _ConvNd, x: Tensor) -> Tensor:
+    return x[None] if x.ndim == len(conv.kernel_size) + 1 else x
 
 
 def expert_events(

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from isokron._version import __version__
 from isokron.curvature.curvature import Curvature, LayerCurvature
-from isokron.curvature.layers import all_layers
-from isokron.curvature.layout import Layout
+from isokron.curvature.layers import Layout, all_layers
 from isokron.files import write_atomically
 from isokron.operators import CholeskyInverse, Dense, Diagonal, Kron, KronEigen, LowRank
 

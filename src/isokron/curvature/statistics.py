@@ -161,7 +161,7 @@ def covariances_(sums: Sums, uses: Uses, columns: int) -> None:
 
 
 def output_covariance_(sums: Sums, uses: Uses) -> None:
-    sums.gram("output", uses.places()[1])
+    sums.gram("softmax" if uses.kind == "softmax" else "output", uses.places()[1])
 
 
 def input_covariance_(sums: Sums, uses: Uses, columns: int) -> None:
@@ -240,13 +240,8 @@ def diagonal_(sums: Sums, uses: Uses, rows: Sequence[str]) -> None:
     sums.into("eigenvalues", squares).add_(squares)
 
 
-def softmax_covariance_(sums: Sums, uses: Uses) -> None:
-    """K-FAC's G of a softmax. `uses`: rows √w·p of terms of weight w in the place of gradients."""
-    sums.gram("softmax", uses.places()[1])
-
-
 def softmax_traced_(sums: Sums, uses: Uses, sharing: str) -> None:
-    """Both sides of TKFAC and Shampoo, of a softmax."""
+    """Both sides of TKFAC and Shampoo, of a softmax: rows √w·p in the place of gradients."""
     uses = uses.written()
     if sharing == "reduce":
         uses = replace(uses, inputs=reduced(uses).inputs.expand_as(uses.inputs))
