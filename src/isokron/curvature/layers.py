@@ -123,6 +123,10 @@ class Layer:
         return self.shape[2] if self.kind == "index" else 0
 
     @property
+    def parameters(self) -> int:
+        return prod(self.shape)
+
+    @property
     def is_linear(self) -> bool:
         dense = self.kind == "dense" and self.observed == "module"
         return dense and not isinstance(self.module, nn.modules.conv._ConvNd)
@@ -147,7 +151,7 @@ class Selection:
 
     @property
     def covered(self) -> int:
-        return sum(prod(layer.shape) for layer in self.layers)
+        return sum(layer.parameters for layer in self.layers)
 
     def summary(self) -> str:
         """One line: "covers 106 of 135 M parameters; left out: lm_head (49,152 outputs)"."""
@@ -168,7 +172,7 @@ class Selection:
     def without(self, reasons: Mapping[str, str]) -> "Selection":
         """The same with some layers left out, by name."""
         dropped = [x for x in self.layers if x.name in reasons]
-        left_out = [LeftOut(x.name, reasons[x.name], prod(x.shape)) for x in dropped]
+        left_out = [LeftOut(x.name, reasons[x.name], x.parameters) for x in dropped]
         layers = [x for x in self.layers if x.name not in reasons]
         return replace(self, layers=layers, left_out=self.left_out + left_out)
 

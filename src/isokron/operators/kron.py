@@ -13,7 +13,6 @@ from isokron.operators.factors import (
     Diagonal,
     Eigen,
     Identity,
-    damped_power,
     multiply,
 )
 from isokron.operators.low_rank import LowRank
@@ -31,22 +30,6 @@ class Kron:
         for dim, factor in zip(range(-len(self.factors), 0), self.factors, strict=True):
             x = factor.apply(x, dim)
         return x
-
-    def inverse(self, damping: float | Sequence[float] = 0.0) -> "Kron":
-        return self.power(-1.0, damping)
-
-    def power(self, p: float, damping: float | Sequence[float] = 0.0) -> "Kron":
-        """⊗ (F_i + λ_i I)^p: every side has its own damping, or all the same."""
-        if isinstance(damping, Sequence):
-            if len(damping) != len(self.factors):
-                raise ValueError(
-                    f"damping must be one number or one a factor ({len(self.factors)}), "
-                    f"got {len(damping)}"
-                )
-        else:
-            damping = [damping] * len(self.factors)
-        sides = zip(self.factors, damping, strict=True)
-        return Kron(tuple(factor.power(p, side) for factor, side in sides))
 
     def to_dense(self, shape: Sequence[int] | None = None) -> Tensor:
         """The matrix on row-major vec(X). `shape`: of a block, needed with an Identity."""
@@ -80,12 +63,6 @@ class KronEigen:
     def apply(self, x: Tensor) -> Tensor:
         return self.unrotate(self.eigenvalues * self.rotate(x))
 
-    def inverse(self, damping: float = 0.0) -> "KronEigen":
-        return self.power(-1.0, damping)
-
-    def power(self, p: float, damping: float = 0.0) -> "KronEigen":
-        return KronEigen(self.bases, damped_power(self.eigenvalues, p, damping))
-
     def to_dense(self) -> Tensor:
         """The matrix on row-major vec(X)."""
         order = len(self.bases)
@@ -107,10 +84,6 @@ class ScaledKron:
 
     def apply(self, x: Tensor) -> Tensor:
         return self.scale * self.kron.apply(self.scale * x)
-
-    def inverse(self, damping: float | Sequence[float] = 0.0) -> "ScaledKron":
-        """D^(−½) K⁻¹ D^(−½). Damping is that of the correlations, whose unit is one."""
-        return ScaledKron(self.scale.reciprocal(), self.kron.inverse(damping))
 
     def to_dense(self) -> Tensor:
         """The matrix on row-major vec(X)."""

@@ -7,7 +7,7 @@ pieces, in the dtype of the computation.
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -32,8 +32,8 @@ EPS = torch.finfo(torch.float64).eps
 class LowRank:
     """diag(d) ± U Uᵀ, positive. diagonal d: [..., n], or [..., 1] for d·I; columns U: [..., n, T]
 
-    What is T×T is computed in float64 on the device of d. Powers and inverses have a U of at least
-    float32, in the same memory.
+    What is T×T is computed in float64 on the device of d. The inverse has a U of at least float32,
+    in the same memory.
     """
 
     diagonal: Tensor
@@ -63,16 +63,17 @@ class LowRank:
         return y.to(x.dtype)
 
     def inverse(self, damping: float = 0.0) -> "LowRank":
-        """(d + λ ± UUᵀ)⁻¹; by Woodbury's identity, D⁻¹ ∓ D⁻¹U S⁻¹ UᵀD⁻¹, where d is a vector.
+        """(d + λ ± UUᵀ)⁻¹ by Woodbury's identity, D⁻¹ ∓ D⁻¹U S⁻¹ UᵀD⁻¹, where d is a vector.
 
         D = diag(d) + λ, S = I ± UᵀD⁻¹U. With the minus, the least eigenvalue of S is only known
         to be λ/(max d + λ) or more, which must be above rounding: undamped it is singular.
         """
-        if self._is_scalar():
-            return self.power(-1.0, damping)
-        _check_damping(damping)
+        if not 0 <= damping < math.inf:
+            raise ValueError(f"damping must be a finite number of at least 0, got {damping!r}")
+        if self.diagonal.size(-1) == 1:
+            return self._inverse_by_eigenvalues(damping)
         damped = self.diagonal.double() + damping
-        _check_positive(damped, -1.0)
+        _check_positive(damped)
         if self.sign < 0:
             self._check_invertible(damping)
         weights = damped.reciprocal().unsqueeze(-1)  # [..., n, 1]
@@ -91,46 +92,29 @@ class LowRank:
 
         return LowRank(damped.reciprocal(), self._mapped(scaled, upper.size(-1)), -self.sign)
 
-    def power(self, p: float, damping: float = 0.0) -> "LowRank":
-        """(d + λ)ᵖ I ± Q |w| Qᵀ, w = (d + λ ± s)ᵖ − (d + λ)ᵖ, from UᵀU = B s Bᵀ, Q = U B s^(−½).
-
-        Where d is a vector there is no such form: only p = 1 and p = −1.
-        """
-        _check_damping(damping)
-        if p == 1:
-            return replace(self, diagonal=self.diagonal + damping)
-        if not self._is_scalar():
-            if p == -1:
-                return self.inverse(damping)
-            raise ValueError(
-                f"LowRank with a diagonal of {self.diagonal.size(-1)} values has powers 1 and -1, "
-                f"got {p!r}; densify it: Dense(factor.to_dense()).power({p!r}, damping)"
-            )
+    def _inverse_by_eigenvalues(self, damping: float) -> "LowRank":
+        """I/b ∓ Q |w| Qᵀ, w = 1/(b ± s) − 1/b, b = d + λ, from UᵀU = B s Bᵀ, Q = U B s^(−½)."""
         base = self.diagonal.double().clamp(min=0) + damping
-        if p < 0:
-            _check_positive(base, p)
+        _check_positive(base)
         squares, basis = self._spectrum()
         change = self.sign * squares
         rounding = max(self.columns.size(-1) * EPS, torch.finfo(self.columns.dtype).eps)
-        if p < 0 and (base + change <= rounding * base).any():
+        if (base + change <= rounding * base).any():
             raise ValueError(
                 f"LowRank is singular: diagonal + damping {base.min().item():.3g} must be above "
                 f"the eigenvalues of UUᵀ, at most {squares.max().item():.3g}; give more damping"
             )
-        weights = _increment(base, change, p).abs()
+        weights = _increment(base, change).abs()
         scale = torch.where(squares > 0, (weights / squares).sqrt(), 0.0).unsqueeze(-2)
         mix = basis * scale
         columns = self._mapped(lambda part, _: part @ mix, squares.size(-1))
-        return LowRank(base**p, columns, self.sign if p > 0 else -self.sign)
+        return LowRank(base**-1.0, columns, -self.sign)
 
     def to_dense(self, n: int | None = None) -> Tensor:
         dtype, device = wide(self.columns.dtype), self.diagonal.device
         columns = self.columns.to(device, dtype)
         diagonal = self.diagonal.to(dtype).expand(columns.shape[:-1])
         return torch.diag_embed(diagonal) + self.sign * (columns @ columns.mT)
-
-    def _is_scalar(self) -> bool:
-        return self.diagonal.size(-1) == 1
 
     def _spectrum(self) -> tuple[Tensor, Tensor]:
         """s [..., k] and B [..., T, k] of UᵀU = B s Bᵀ. Rounding in s is zero."""
@@ -172,22 +156,17 @@ class LowRank:
             )
 
 
-def _increment(base: Tensor, change: Tensor, p: float) -> Tensor:
-    """(b + c)ᵖ − bᵖ, b ≥ 0, b + c ≥ 0 but for rounding; it does not cancel where c is small."""
-    near = base**p * torch.expm1(p * torch.log1p(change / base))
-    far = (base + change).clamp(min=0) ** p - base**p
+def _increment(base: Tensor, change: Tensor) -> Tensor:
+    """1/(b + c) − 1/b, b > 0, b + c > 0; it does not cancel where c is small."""
+    near = base**-1.0 * torch.expm1(-torch.log1p(change / base))
+    far = (base + change).clamp(min=0) ** -1.0 - base**-1.0
     return torch.where(change.abs() < base, near, far)
 
 
-def _check_damping(damping: float) -> None:
-    if not 0 <= damping < math.inf:
-        raise ValueError(f"damping must be a finite number of at least 0, got {damping!r}")
-
-
-def _check_positive(damped: Tensor, p: float) -> None:
+def _check_positive(damped: Tensor) -> None:
     if not (damped > 0).all():
         raise ValueError(
-            f"LowRank is singular: diagonal + damping must be positive for power {p:g}, got "
+            "LowRank is singular: diagonal + damping must be positive, got "
             f"{damped.min().item():g}; give damping"
         )
 
