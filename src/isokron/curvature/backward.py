@@ -94,10 +94,9 @@ class Passes:
                 with self.plain():
                     after()
                 terms += self.count
-        self._idle(fold, after)
         self.passes += 1
         if check:
-            check_reached(terms, [x.name for x in self.layers if x.name not in self.reached])
+            check_reached(terms, [x for x in self.layers if x.name not in self.reached])
         return terms
 
     @contextmanager
@@ -150,21 +149,6 @@ class Passes:
                 mask = uses.positions >= 0
                 uses = replace(uses, counted=mask if uses.counted is None else uses.counted & mask)
             fold(events[0].layer, uses if kind is None else replace(uses, kind=kind))
-
-    def _idle(self, fold: Fold, after: Callable[[], None]) -> None:
-        """Experts that no token of the data was sent to have one gradient, of zeros."""
-        idle = [x for x in self.layers if x.observed == "experts" and x.name not in self.reached]
-        self.reached |= {layer.name for layer in idle}
-        if not idle or self.weighting == "linear":
-            return
-        self.count = 0.0
-        with self.plain():
-            for layer in idle:
-                _, outputs, inputs = layer.shape
-                zeros = next(layer.module.parameters()).new_zeros(1, 1, 1, max(layer.shape))
-                x, grads = zeros[..., : inputs - layer.layout.bias], zeros[..., :outputs]
-                fold(layer, joined([Event(layer, x, grads)], self.dtype, None))
-            after()
 
     def _totals(self, batch: Any) -> Iterator[tuple[Tensor, bool]]:
         """Scalars to go back from, and whether their graph is needed again."""
@@ -321,10 +305,12 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def check_reached(terms: float, missing: list[str]) -> None:
+def check_reached(terms: float, without: Iterable[Layer]) -> None:
     """Refuse passes without a term that counted, or with layers that no gradient came to."""
     if terms == 0:
         raise ValueError("batches must hold at least one loss term that counts, got none")
+    # an expert may have had no token
+    missing = [layer.name for layer in without if layer.observed != "experts"]
     if missing:
         raise ValueError(
             f"no gradient ever came to {', '.join(missing)}: the loss does not use it; leave it "
@@ -334,9 +320,6 @@ def check_reached(terms: float, missing: list[str]) -> None:
 
 def _one_term_each(weights: Tensor) -> Iterator[Tensor]:
     """Weights of one term an example at a time: labels of others are independent of its own."""
-    if weights.ndim == 1:
-        yield weights
-        return
     flat = weights.reshape(len(weights), -1)
     for place in range(flat.size(1)):
         if bool(flat[:, place].any()):

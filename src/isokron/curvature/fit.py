@@ -102,9 +102,14 @@ def fit(
         passes.over(fold.take, lambda: fold.end_batch(passes.count), check=False)
     like = torch.zeros((), dtype=dtype, device=next(model.parameters()).device)
     _reduce_(fold.sums, ranks, like)
-    terms = float(fold.sums.pop(TERMS)[TERMS])
-    check_reached(terms, [name for name, sums in fold.sums.items() if sums.empty()])
-    means = {name: means_of(name, fold.sums[name], terms, like) for name in list(fold.sums)}
+    terms = float(fold.sums[TERMS][TERMS])
+    idle = [layer for layer in chosen if fold.sums[layer.name].empty()]
+    check_reached(terms, idle)
+    with passes.plain():
+        for layer in idle:
+            fold.take(layer, _without_tokens(layer, like))
+        fold.end_batch(0.0)
+    means = {x.name: means_of(x.name, fold.sums[x.name], terms, like) for x in chosen}
     if method == "ekfac":
         dense = [layer for layer in chosen if "output" in means[layer.name]]
         corrected = [layer for layer in dense if methods[layer.name] == "ekfac"]
@@ -245,10 +250,22 @@ def _correct_(
     with together(ranks, "a second pass over the data"):
         passes.over(take, check=False)
     _reduce_(sums, ranks, like)
-    for name, values in sums.items():
+    for layer in layers:
+        name, values = layer.name, sums[layer.name]
+        if values.empty():
+            with passes.plain():
+                take(layer, _without_tokens(layer, like))
         total = values["columns"].mT if "columns" in values else values["eigenvalues"]
         means[name]["eigenvalues"] = (total / terms).contiguous()
         check_finite(name, means[name])
+
+
+def _without_tokens(layer: Layer, like: Tensor) -> Uses:
+    """The uses of an expert that no token was sent to: one gradient, of zeros."""
+    _, outputs, inputs = layer.shape
+    bias = layer.layout.bias
+    x, grads = like.new_zeros(1, 1, 1, inputs - bias), like.new_zeros(1, 1, 1, outputs)
+    return Uses(x, grads, layer.kind, bias=bias)
 
 
 def planned_bytes(
