@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,16 +12,7 @@ from isokron.curvature.backward import Passes, check_reached
 from isokron.curvature.curvature import Curvature, LayerCurvature
 from isokron.curvature.layers import Layer, Selection, find_layers
 from isokron.curvature.losses import Likelihood, Loss
-from isokron.curvature.statistics import (
-    GradientRows,
-    Policy,
-    Sums,
-    Uses,
-    check_finite,
-    either,
-    means_of,
-    reduced,
-)
+from isokron.curvature.statistics import GradientRows, Sums, Uses, check_finite, either, means_of
 from isokron.distributed.ranks import Ranks
 from isokron.distributed.team import gather, share, together
 from isokron.linalg import eigh
@@ -84,11 +74,14 @@ def fit(
     if selection is None:
         selection = find_layers(model, layers, head="skip" if policy == "none" else "lowrank")
     chosen = selection.layers
-    defaults = Policy("none", rho, t_max, store, store_dtype)
-    policies = _policies(policy, defaults, [layer.name for layer in chosen], method, ranks)
+    policies = _policies(policy, [layer.name for layer in chosen], method, ranks)
     methods = dict.fromkeys(policies, method)
     if method == "ekfac":  # which needs all eigenvectors: layers that keep gradients are K-FAC
-        methods |= {name: "kfac" for name, rule in policies.items() if rule.name != "none"}
+        methods |= {name: "kfac" for name, rule in policies.items() if rule != "none"}
+    sums = {
+        name: Sums() if rule == "none" else GradientRows(name, rule, rho, t_max, store, store_dtype)
+        for name, rule in policies.items()
+    }
     # labels are drawn by the number of the batch: one process and several draw the same
     first = 0
     if ranks is not None:
@@ -97,7 +90,7 @@ def fit(
     passes = Passes(
         model, batches, loss, chosen, fisher=fisher, dtype=dtype, seed=seed, first=first
     )
-    fold = Fold(methods, fisher, sharing, policies)
+    fold = Fold(methods, fisher, sharing, sums)
     with together(ranks, "a pass over the data"):
         passes.over(fold.take, lambda: fold.end_batch(passes.count), check=False)
     like = torch.zeros((), dtype=dtype, device=next(model.parameters()).device)
@@ -115,32 +108,23 @@ def fit(
         corrected = [layer for layer in dense if methods[layer.name] == "ekfac"]
         _decompose_(means, corrected, ranks, like.device)
         _correct_(means, corrected, passes, terms, ranks, like)
-    return Curvature(
-        [
-            LayerCurvature(
-                name=layer.name,
-                method=methods[layer.name],
-                layout=layer.layout,
-                statistics=means[layer.name],
-                policy=policies[layer.name].name,
-                terms=terms,
-            )
-            for layer in chosen
-        ]
-    )
+
+    def fitted(layer: Layer) -> LayerCurvature:
+        name = layer.name
+        return LayerCurvature(name, methods[name], layer.layout, means[name], policies[name], terms)
+
+    return Curvature([fitted(layer) for layer in chosen])
 
 
 class Fold:
     """The sums of a first pass over the data, by layer."""
 
     def __init__(
-        self, methods: Mapping[str, str], fisher: str, sharing: str, policies: Mapping[str, Policy]
+        self, methods: Mapping[str, str], fisher: str, sharing: str, sums: Mapping[str, Sums]
     ) -> None:
         self.methods, self.fisher, self.sharing = methods, fisher, sharing
         self.waiting: dict[str, tuple[Layer, Uses]] = {}
-        self.sums = {TERMS: Sums({TERMS: torch.zeros((), dtype=torch.float64)})}
-        for name, policy in policies.items():
-            self.sums[name] = Sums() if policy.name == "none" else GradientRows(name, policy)
+        self.sums = {TERMS: Sums({TERMS: torch.zeros((), dtype=torch.float64)}), **sums}
 
     def take(self, layer: Layer, uses: Uses) -> None:
         """The uses of one layer in one backward pass, or in place of all of them, of a softmax."""
@@ -172,7 +156,7 @@ class Fold:
         self.sums[TERMS][TERMS] += terms
 
     def _shared(self, uses: Uses) -> Uses:
-        return reduced(uses) if self.sharing == "reduce" else uses
+        return statistics.reduced(uses) if self.sharing == "reduce" else uses
 
 
 def _reduce_(layers: Mapping[str, Sums], ranks: Ranks | None, like: Tensor) -> None:
@@ -304,12 +288,8 @@ def planned_bytes(
 
 
 def _policies(
-    policy: str | Mapping[str, str],
-    defaults: Policy,
-    names: Sequence[str],
-    method: str,
-    ranks: Ranks | None,
-) -> dict[str, Policy]:
+    policy: str | Mapping[str, str], names: Sequence[str], method: str, ranks: Ranks | None
+) -> dict[str, str]:
     """The policy of every layer."""
     if method == "ekfac" and isinstance(policy, str) and policy != "none":
         raise ValueError(
@@ -326,7 +306,7 @@ def _policies(
         )
     if ranks is not None and "auto" in by_name.values():
         raise ValueError("policy='auto' is decided by one process; with ranks use 'all' or 'none'")
-    return {name: replace(defaults, name=by_name.get(name, "none")) for name in names}
+    return {name: by_name.get(name, "none") for name in names}
 
 
 def _check_data(batches: Any, loss: Any, method: str, fisher: str, ranks: Ranks | None) -> None:

@@ -34,6 +34,7 @@ class Event:
 
 
 Sink = Callable[[Event], None]
+Args, Kwargs = tuple[Any, ...], dict[str, Any]
 
 
 @contextmanager
@@ -95,16 +96,16 @@ class Watcher:
         self.contexts.close()
 
     def _module_called(
-        self, layer: Layer, _: nn.Module, args: Any, kwargs: Any, outputs: Tensor
+        self, layer: Layer, _: nn.Module, args: Args, kwargs: Kwargs, outputs: Tensor
     ) -> None:
-        inputs, *_ = *args, *kwargs.values()
+        inputs = args[0] if args else next(iter(kwargs.values()))
         self.watch(layer, inputs, outputs)
         if self.products is not None and layer.is_linear:
             versions = inputs._version, outputs._version
             self.products.append((layer, inputs.detach(), outputs.detach(), versions))
 
     def _experts_called(
-        self, layers: list[Layer], _: nn.Module, args: Any, kwargs: Any, outputs: Tensor
+        self, layers: list[Layer], _: nn.Module, args: Args, kwargs: Kwargs, outputs: Tensor
     ) -> None:
         x, index, weights = *args, *kwargs.values()
         self._await(layers, x, outputs, functools.partial(expert_events, layers, x, index, weights))

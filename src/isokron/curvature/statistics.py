@@ -303,43 +303,31 @@ def mirrored(sums: Sums) -> dict[str, Tensor]:
     }
 
 
-@dataclass(frozen=True)
-class Policy:
-    """Whether an output side stays the T gradients U it is made of, G = UUᵀ (see woodbury_policy),
-    and where and in what precision these are stored."""
-
-    name: str = "none"
-    rho: float = 0.75
-    t_max: int = 8192
-    store: str = "auto"
-    dtype: torch.dtype | None = None
-
-    def __post_init__(self) -> None:
-        # each checks its arguments
-        woodbury_policy(1, 1, self.name, rho=self.rho, t_max=self.t_max)
-        storage_device(0, "cpu", self.store)
-        store(torch.zeros(1), self.dtype)
-
-    def keeps(self, layer: str, outputs: int, count: int) -> bool:
-        """Whether `count` gradients of a layer stay; more than t_max are refused."""
-        keep = woodbury_policy(outputs, count, self.name, rho=self.rho, t_max=self.t_max)
-        if keep and count > self.t_max:
-            raise ValueError(
-                f"layer {layer!r}: policy {self.name!r} keeps the gradients of its outputs, and "
-                f"there are {count:,}, more than t_max={self.t_max:,}; fit to fewer examples, "
-                "raise t_max, or leave the layer out"
-            )
-        return keep
-
-
 class GradientRows(Sums):
-    """Sums in which the rows gᵀ of an output side stay apart while the policy keeps them."""
+    """Sums in which the rows gᵀ of an output side stay apart while the policy keeps them.
 
-    def __init__(self, layer: str, policy: Policy) -> None:
+    policy, rho, t_max: see `woodbury_policy`. storage, dtype: where and in what precision rows are
+    kept, see `store`.
+    """
+
+    def __init__(
+        self,
+        layer: str,
+        policy: str,
+        rho: float,
+        t_max: int,
+        storage: str,
+        dtype: torch.dtype | None,
+    ) -> None:
         super().__init__()
-        self.layer, self.policy = layer, policy
+        self.layer, self.policy, self.rho, self.t_max = layer, policy, rho, t_max
+        self.storage, self.dtype = storage, dtype
         # gradients of outputs, and probabilities in their place; [B, n, o] each
         self.rows: dict[str, list[Tensor]] = {"output": [], "softmax": []}
+        # each refuses a wrong value, before any pass
+        self._keeps(1, 1)
+        storage_device(0, "cpu", storage)
+        store(torch.zeros(1), dtype)
 
     def empty(self) -> bool:
         return super().empty() and not any(self.rows.values())
@@ -348,21 +336,30 @@ class GradientRows(Sums):
         if name not in self.rows or name in self:
             super().gram(name, rows)
             return
-        policy, parts = self.policy, self.rows[name]
+        parts = self.rows[name]
         count = rows.size(1) + sum(part.size(1) for part in parts)
-        if count and not policy.keeps(self.layer, rows.size(2), count):
+        if count and not self._keeps(rows.size(2), count):
             self.fold(name, rows)
             super().gram(name, rows)
             return
         held = sum(part.nbytes for part in parts) + rows.nbytes
-        place = (
-            "device" if storage_device(held, rows.device, policy.store) == rows.device else "host"
-        )
+        on_device = storage_device(held, rows.device, self.storage) == rows.device
         # not rounded while more of them may still make a covariance
-        dtype = None if policy.name == "auto" else policy.dtype
-        part = store(rows, dtype, place)
+        dtype = None if self.policy == "auto" else self.dtype
+        part = store(rows, dtype, "device" if on_device else "host")
         # a copy, since rows may be a view of memory that the next batch writes to
         parts.append(part.clone() if part.data_ptr() == rows.data_ptr() else part)
+
+    def _keeps(self, outputs: int, count: int) -> bool:
+        """Whether `count` gradients stay; more than t_max are refused."""
+        keep = woodbury_policy(outputs, count, self.policy, rho=self.rho, t_max=self.t_max)
+        if keep and count > self.t_max:
+            raise ValueError(
+                f"layer {self.layer!r}: policy {self.policy!r} keeps the gradients of its outputs, "
+                f"and there are {count:,}, more than t_max={self.t_max:,}; fit to fewer examples, "
+                "raise t_max, or leave the layer out"
+            )
+        return keep
 
     def fold(self, name: str, like: Tensor) -> None:
         """Sum up the rows held so far, on the device and in the dtype of `like`."""
@@ -383,7 +380,7 @@ class GradientRows(Sums):
         while parts:
             part = parts.pop(0)
             wide = part.to(torch.promote_types(part.dtype, torch.float32)) / math.sqrt(terms)
-            scaled.append(store(wide, self.policy.dtype or part.dtype, "device"))
+            scaled.append(store(wide, self.dtype or part.dtype, "device"))
         # once rows went to the host, later ones did too: all belong there
         columns = torch.cat([part.to(scaled[-1].device) for part in scaled], 1).mT
         if names == ["softmax"]:
