@@ -76,8 +76,8 @@ class Passes:
 
     def over(
         self, fold: Fold, after: Callable[[], None] = lambda: None, *, check: bool = True
-    ) -> float:
-        """Fold the uses of every layer in every backward pass; returns the number of loss terms.
+    ) -> None:
+        """Fold the uses of every layer in every backward pass.
 
         after: called at the end of a batch, which may have had many backward passes.
         check: refuse data without terms and layers without gradients.
@@ -97,7 +97,6 @@ class Passes:
         self.passes += 1
         if check:
             check_reached(terms, [x for x in self.layers if x.name not in self.reached])
-        return terms
 
     @contextmanager
     def plain(self) -> Iterator[None]:

@@ -44,9 +44,9 @@ def capture(
     """Observe the layers that `layers` names, or all of known types, within a context.
 
     The context is a list that fills in backward passes, or stays empty where a `sink` takes events.
-    A weight that is used several times has one event a use. Patterns are those of `find_layers`.
-    Nothing is written onto modules, and backward passes after the context has ended are not
-    observed.
+    A weight that is used several times has one event a use. Patterns are those of `find_layers`;
+    of layers that share a weight, the first is observed. Nothing is written onto modules, and
+    backward passes after the context has ended are not observed.
     """
     selection = find_layers(model, "*" if layers is None else layers, max_side=None)
     events: list[Event] = []

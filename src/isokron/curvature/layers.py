@@ -386,7 +386,8 @@ def _layer(
     rows = dict(rows or {})
     shapes = {}
     for key, param in params.items():
-        first = () if observed == "experts" else (len(param[slice(*rows.get(key, (None,)))]),)
+        count = rows[key][1] - rows[key][0] if key in rows else len(param)
+        first = () if observed == "experts" else (count,)
         shapes[key] = (*first, *param.shape[1:])
     layout = Layout(
         kind,
