@@ -106,6 +106,7 @@ class Passes:
 
     def _pass(self, batch: Any, fold: Fold) -> None:
         """The forward and the backward passes of one batch."""
+        # inputs and outputs of linear layers are held only where the logits may be one's outputs
         closed_form = self.fisher == "exact" and isinstance(self.loss, CrossEntropy)
         self.watcher.products = [] if closed_form else None
         self.watcher.calls.clear()
@@ -135,6 +136,7 @@ class Passes:
         self.reached.add(name)
         events = self.waiting.setdefault(name, [])
         events.append(event)
+        # at once: what all layers have seen, held to the end, would be the activations once more
         if len(events) >= self.watcher.calls[name]:
             self._fold(fold, self.waiting.pop(name))
 

@@ -94,6 +94,7 @@ def fit(
     with together(ranks, "a pass over the data"):
         passes.over(fold.take, lambda: fold.end_batch(passes.count), check=False)
     like = torch.zeros((), dtype=dtype, device=next(model.parameters()).device)
+    # a layer without gradients is known only when all ranks have told theirs
     _reduce_(fold.sums, ranks, like)
     terms = float(fold.sums[TERMS][TERMS])
     idle = [layer for layer in chosen if fold.sums[layer.name].empty()]

@@ -34,7 +34,8 @@ class Event:
 
 
 Sink = Callable[[Event], None]
-Args, Kwargs = tuple[Any, ...], dict[str, Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
 
 
 @contextmanager
@@ -159,6 +160,7 @@ class Watcher:
                 for event in events(grad.detach()):
                     self.sink(event)
 
+        # on the tensor: a backward hook of a module would wrap what it returns
         outputs.register_hook(report)
 
 
@@ -358,6 +360,7 @@ class Projections:
                     return
                 continue
             parts = _projections(module, weight)
+            # the output projection sees one dimension for both, and cannot tell examples apart
             if parts and parts != ("out_proj",):
                 self.examples[module] = inputs.size(1)
             width = len(weight) // max(1, len(parts))

@@ -315,6 +315,7 @@ def all_layers(model: nn.Module) -> tuple[list[Layer], list[Unknown]]:
             continue
         params = dict(module.named_parameters(recurse=False))
         if isinstance(module, nn.MultiheadAttention):
+            # out_proj is an nn.Linear that is never called: attention takes its weight
             inside |= set(module.modules())
             layers += _attention(name, module, names)
             params = {key: params[key] for key in ("bias_k", "bias_v") if key in params}

@@ -140,6 +140,7 @@ class Sums(dict[str, Tensor]):
 
     def gram(self, name: str, rows: Tensor) -> None:
         """Add XᵀX, its lower half: `mirrored` has both. [B, n, d]"""
+        # the other half is the same by symmetry, and would double the work of every batch
         blocks, _, size = rows.shape
         if name not in self:
             self[name] = rows.new_zeros(blocks, size, size)
