@@ -107,13 +107,14 @@ def _where(counted: Tensor, event: Event) -> Tensor:
     return torch.ones_like(reached)
 
 
-def either(one: Uses | None, other: Uses) -> Uses:
+def either(before: Uses | None, uses: Uses) -> Uses:
     """Of two passes back through the same uses: the positions that count in one of them."""
-    if one is None or one.grads.size(2) < other.grads.size(2):
-        return other
-    if one.counted is None or other.counted is None or one.counted.shape != other.counted.shape:
-        return one
-    return replace(one, counted=one.counted | other.counted)
+    if before is None or before.grads.size(2) < uses.grads.size(2):
+        return uses
+    masks = before.counted, uses.counted
+    if masks[0] is None or masks[1] is None or masks[0].shape != masks[1].shape:
+        return before
+    return replace(before, counted=masks[0] | masks[1])
 
 
 def reduced(uses: Uses) -> Uses:
