@@ -327,8 +327,8 @@ def layer_facts(
         scaled_rank=None if sides is None else scaled_rank(curvature.layers[name].statistics),
         kept=int((values > added).sum()),
         spectrum=thinned(values),
-        output_spectrum=None if sides is None else thinned(sides.left.double()),
-        input_spectrum=None if sides is None else thinned(sides.right.double()),
+        output_spectrum=None if sides is None else thinned(sides[0].double()),
+        input_spectrum=None if sides is None else thinned(sides[1].double()),
     )
 
 

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from isokron.attribution import projection
 from isokron.attribution.projection import Encoder, choose_dim, collect, encoders, signs, width
 from isokron.curvature import CrossEntropy, Curvature, fit
-from isokron.curvature.layers import Layer, find_layers
-from isokron.curvature.packing import pack
+from isokron.curvature.layers import Layer, find_layers, pack
 
 LOSS = CrossEntropy()
 METHODS = ["kfac", "ekfac", "tkfac", "shampoo"]

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from isokron.curvature import CrossEntropy, Selection, find_layers, fit
 from isokron.curvature.backward import Passes, probe_layers
-from isokron.curvature.layers import Layer
-from isokron.curvature.packing import put_
+from isokron.curvature.layers import Layer, unpack
 from isokron.curvature.statistics import Uses
 
 transformers = pytest.importorskip("transformers")
@@ -226,9 +225,13 @@ def example_gradients(
         else:
             matrices = torch.einsum("bnso,bnsi->bnoi", uses.grads, uses.inputs)
         for n in range(EXAMPLES):
-            put_(found[n], layer.layout, matrices[:, n], like)
+            for key, value in unpack(layer.layout, matrices[:, n]).items():
+                name = layer.layout.params[key]
+                total = found[n].setdefault(name, torch.zeros_like(like[name]))
+                part = layer.layout.part(key, total)
+                part += value.reshape(part.shape)
 
-    Passes(model, [batch], loss, layers, dtype=dtype, masks=False, weighting="linear").over(fold)
+    Passes(model, [batch], loss, layers, dtype=dtype, weighting="linear").over(fold)
     return found
 
 

@@ -176,11 +176,6 @@ def test_layers_of_unknown_types_are_in_the_summary_and_not_warned_of() -> None:
     )
 
 
-def test_layers_of_unknown_types_are_errors_where_one_is_strict() -> None:
-    with pytest.raises(ValueError, match=r"norm \(BatchNorm1d\) is not known.*strict=False"):
-        fit(Partly(), data(), CROSS_ENTROPY, strict=True)
-
-
 def test_a_layer_used_on_different_numbers_of_examples_is_named() -> None:
     class Uneven(nn.Module):
         def __init__(self) -> None:

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 import forked
 from isokron.curvature import CrossEntropy, Curvature, fit, planned_bytes, side_damping
-from isokron.curvature.layers import find_layers
-from isokron.curvature.packing import pack
+from isokron.curvature.layers import find_layers, pack
 
 LOSS = CrossEntropy()
 METHODS = ["kfac", "ekfac", "tkfac", "shampoo"]
@@ -49,8 +48,6 @@ def test_a_damped_power_is_that_of_the_dense_matrix(method: str, p: float) -> No
         torch.testing.assert_close(
             pack(layer.layout, found).flatten(), expected @ vector, rtol=1e-9, atol=1e-9
         )
-        total = (values.clamp_min(0) + 0.1).log().sum().item()
-        assert math.isclose(curvature.logdet(0.1)[name], total, rel_tol=1e-9)
         assert math.isclose(curvature.trace()[name], dense.trace().item(), rel_tol=1e-9)
 
 
@@ -209,17 +206,6 @@ def test_statistics_take_the_bytes_that_were_planned(method: str) -> None:
     assert planned["peak"] > planned["statistics"] + planned["decompositions"]
 
 
-def test_a_fit_that_exceeds_its_memory_is_refused_before_any_pass() -> None:
-    model, data = problem()
-
-    def never(model: nn.Module, batch: object) -> Tensor:
-        raise AssertionError("a pass was made")
-
-    with pytest.raises(ValueError, match=r"fit needs .* MiB.*leave out large layers, first '0'"):
-        fit(model, data, never, memory=100)
-    fit(model, data, LOSS, memory=10**6)
-
-
 def test_saving_again_leaves_one_set_of_factors(tmp_path: Path) -> None:
     for method in ("kfac", "ekfac"):
         fitted(method)[1].save(tmp_path)
@@ -269,22 +255,25 @@ def test_a_full_disk_leaves_the_old_and_nothing_else(
 def test_a_checkpoint_that_does_not_fit_is_refused_by_layer_and_both_shapes(tmp_path: Path) -> None:
     fitted("kfac")[1].save(tmp_path / "bias")
     for model, message in (
-        (problem(bias=False)[0], r"layer '0': '0\.bias' has shape \(4,\) .* and None in the model"),
-        (problem(width=7)[0], r"layer '0': '0\.weight' has shape \(4, 5\) .* and \(7, 5\) in the"),
-        (nn.Sequential(nn.Linear(5, 4)), r"layer '2': '2\.weight' has shape \(3, 4\) .* and None"),
+        (
+            problem(bias=False)[0],
+            r"layer '0' is .*'0\.bias': \(4,\).* in the checkpoint and .*model",
+        ),
+        (problem(width=7)[0], r"layer '0' is .*'0\.weight': \(4, 5\).* and .*weight': \(7, 5\)"),
+        (nn.Sequential(nn.Linear(5, 4)), r"layer '2' is .*'2\.weight': \(3, 4\).* and None in"),
     ):
         with pytest.raises(ValueError, match=message):
             Curvature.load(tmp_path / "bias", model)
     model, data = problem(bias=False)
     fit(model, data, LOSS).save(tmp_path / "none")
-    with pytest.raises(ValueError, match=r"'0\.bias' has shape None in the checkpoint and \(4,\)"):
+    with pytest.raises(ValueError, match=r"in the checkpoint and .*'0\.bias': \(4,\)"):
         Curvature.load(tmp_path / "none", problem()[0])
     attention = nn.MultiheadAttention(4, 2, batch_first=True)
     batch = [(torch.randn(3, 2, 4), torch.randint(4, (3, 2)))]
     loss = CrossEntropy(lambda m, b: (m(b[0], b[0], b[0])[0], b[1]))
     fit(attention, batch, loss).save(tmp_path / "packed")
     Curvature.load(tmp_path / "packed", attention)
-    with pytest.raises(ValueError, match=r"layer 'q': 'in_proj_weight' has shape \(4, 4\)"):
+    with pytest.raises(ValueError, match=r"layer 'q' is .*'in_proj_weight': \(4, 4\)"):
         Curvature.load(tmp_path / "packed", nn.MultiheadAttention(8, 2))
 
 

@@ -345,24 +345,6 @@ def test_a_tied_weight_belongs_to_the_first_layer_selected() -> None:
     assert lowrank.left_out == [LeftOut("embed", "shares its weight with head", 0)]
 
 
-def test_the_dimension_of_examples_may_be_the_second() -> None:
-    layer = nn.Linear(3, 2).double()
-    model, x = Tailed(layer), images(4, 3)
-    want = fitted(model, x, "ekfac")
-
-    class Second(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = layer
-
-        def forward(self, x: Tensor) -> Tensor:
-            return model.tail(self.layer(x.transpose(0, 1)).transpose(0, 1))
-
-    data = [(x, labels(ROWS))]
-    found = fit(Second(), data, CROSS_ENTROPY, "ekfac", dtype=torch.float64, batch_dim=1)
-    torch.testing.assert_close(found["layer"].to_dense(), want["layer"].to_dense(), **EXACT)
-
-
 @pytest.mark.parametrize(
     "name", ["llama.modeling_llama.LlamaRMSNorm", "gemma2.modeling_gemma2.Gemma2RMSNorm"]
 )

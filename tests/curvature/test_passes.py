@@ -111,11 +111,6 @@ def test_weights_multiply_the_gradients_of_terms(kind: str, weighting: str) -> N
         torch.testing.assert_close(found["0"][n], want)
 
 
-def test_an_unknown_weighting_is_an_error() -> None:
-    with pytest.raises(ValueError, match="weighting must be 'sqrt' or 'linear', got 'w'"):
-        gradients(network(), batch(EXAMPLES), CrossEntropy(), weighting="w")
-
-
 @pytest.mark.parametrize("flat", [False, True])
 def test_losses_of_examples_and_of_their_tokens_are_recorded(flat: bool) -> None:
     model, (x, targets) = network(), batch(EXAMPLES, LENGTH)
@@ -128,7 +123,7 @@ def test_losses_of_examples_and_of_their_tokens_are_recorded(flat: bool) -> None
 
     layers = find_layers(model).layers
     for loss in (CrossEntropy(forward), lambda m, d: CrossEntropy(forward)(m, d)):
-        passes = Passes(model, [(x, targets)], loss, layers, record=True)
+        passes = Passes(model, [(x, targets)], loss, layers)
         passes.over(lambda layer, uses: None)
         torch.testing.assert_close(passes.losses, want.sum(1))
         assert passes.token_losses is not None
@@ -137,7 +132,7 @@ def test_losses_of_examples_and_of_their_tokens_are_recorded(flat: bool) -> None
 
 def test_one_term_an_example_has_no_losses_of_tokens() -> None:
     model, (x, targets) = network(), batch(EXAMPLES)
-    passes = Passes(model, [(x, targets)], CrossEntropy(), find_layers(model).layers, record=True)
+    passes = Passes(model, [(x, targets)], CrossEntropy(), find_layers(model).layers)
     passes.over(lambda layer, uses: None)
     torch.testing.assert_close(
         passes.losses, functional.cross_entropy(model(x), targets, reduction="none").detach()
@@ -232,7 +227,7 @@ for device in ("cpu", "npu"):
             key = fisher, layer.name
             value = (uses.grads.sum(2).square().sum() + uses.inputs.sum()).cpu()
             found.setdefault((device, *key), []).append(value)
-        passes = Passes(there, [data], CrossEntropy(), selection.layers, fisher=fisher, record=True)
+        passes = Passes(there, [data], CrossEntropy(), selection.layers, fisher=fisher)
         passes.over(fold)
         if fisher != "exact":
             found[device, fisher, "losses"] = [passes.losses.cpu().sum()]

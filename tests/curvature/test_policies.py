@@ -54,7 +54,6 @@ def test_all_policies_have_the_same_inverses_and_powers(policy: str, method: str
     ):
         same(found.matvec(tangent()), right.matvec(tangent()))
     assert plain.trace() == pytest.approx(kept.trace(), rel=1e-9)
-    assert plain.logdet(0.1) == pytest.approx(kept.logdet(0.1), rel=1e-9)
     for mine, theirs in zip(kept.report(), plain.report(), strict=True):
         assert math.isclose(mine["effective_rank"], theirs["effective_rank"], rel_tol=1e-7)
 
@@ -125,26 +124,6 @@ def test_inverses_of_sides_say_what_they_fell_back_on() -> None:
     assert fallbacks["0.3"] == {"jitter 1e-08": 2}
     damped = fitted("kfac").damped_inverse(0.1)
     assert all(r["fallbacks"] == {} for r in damped.report(spectra=False))
-
-
-@pytest.mark.parametrize("method", ["kfac", "ekfac"])
-def test_eigendecompositions_that_had_to_be_tried_again_are_counted(
-    method: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    plain = torch.linalg.eigh
-
-    def faulty(matrix: Tensor, UPLO: str = "L") -> tuple[Tensor, Tensor]:
-        if matrix.dtype is torch.float32:
-            raise torch.linalg.LinAlgError("injected")
-        return plain(matrix, UPLO=UPLO)
-
-    monkeypatch.setattr(torch.linalg, "eigh", faulty)
-    found = fitted(method, torch.float32, layers="1")
-    inverse = found.inverse(0.1)
-    assert inverse.report()[0]["fallbacks"] == {"in float64": 2}
-    found.save(tmp_path)
-    kept = {"in float64": 2} if method == "ekfac" else {}
-    assert Curvature.load(tmp_path).report(spectra=False)[0]["fallbacks"] == kept
 
 
 def test_what_cannot_be_inverted_is_named() -> None:

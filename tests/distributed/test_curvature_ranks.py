@@ -144,3 +144,27 @@ def spoiled() -> str:
 
 def test_values_that_are_not_finite_on_one_rank_are_an_error_on_all() -> None:
     assert all("statistics are not finite" in message for message in run(2, spoiled))
+
+
+def routed() -> dict[str, dict[str, Tensor]]:
+    """A mixture whose first batch is all one token, so that its rank has experts without any."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "intermediate_size": 6, "vocab_size": 9, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 3}
+    config = transformers.MixtralConfig(**sizes, **heads, num_experts_per_tok=1)
+    model = transformers.MixtralForCausalLM(config).double()
+    model.set_experts_implementation("eager")
+    data = [torch.full((2, 5), 3), torch.randint(9, (2, 5))]
+    loss = CrossEntropy(lambda model, x: (model(input_ids=x).logits[:, :-1], x[:, 1:]))
+    ranks = Ranks(dist.group.WORLD, 60.0) if dist.is_initialized() else None
+    options: dict[str, Any] = {"layers": "*experts*", "dtype": torch.float64, "ranks": ranks}
+    return {m: flat(fit(model, data, loss, m, **options)) for m in ("kfac", "ekfac", "tkfac")}
+
+
+def test_experts_that_have_tokens_on_some_ranks_only_are_those_of_one_process() -> None:
+    alone = routed()
+    for found in run(2, routed):
+        for method, matrices in alone.items():
+            for layer, want in matrices.items():
+                torch.testing.assert_close(found[method][layer], want, rtol=1e-10, atol=1e-14)

@@ -46,7 +46,6 @@ def orthogonal(batch: Shape, n: int) -> Tensor:
 # every factor: batch, n → a random one
 FACTORS: dict[str, Callable[[Shape, int], Factor]] = {
     "identity": lambda batch, n: Identity(),
-    "scaled identity": lambda batch, n: Identity(0.7),
     "diagonal": lambda batch, n: Diagonal(uniform(*batch, n)),
     "dense": lambda batch, n: Dense(positive(batch, n)),
     "cholesky": lambda batch, n: CholeskyInverse(torch.linalg.cholesky(positive(batch, n))),
@@ -76,11 +75,6 @@ OPERATORS: dict[str, Callable[[Shape, Shape], Operator]] = {
 
 def dense_of(operator: Operator, block: Shape) -> Tensor:
     return operator.to_dense(block) if isinstance(operator, Kron) else operator.to_dense()
-
-
-def dense_power(matrix: Tensor, p: float, damping: float = 0.0) -> Tensor:
-    values, vectors = torch.linalg.eigh(matrix)
-    return (vectors * (values + damping).unsqueeze(-2) ** p) @ vectors.mT
 
 
 def kron_of(sides: list[Tensor]) -> Tensor:
@@ -155,21 +149,6 @@ def test_a_factor_acts_as_its_dense_matrix(kind: str, batch: Shape, block: Shape
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("kind", FACTORS)
-@pytest.mark.parametrize("damping", [0.0, 0.3])
-def test_powers_and_inverses_of_a_factor_are_those_of_its_dense_matrix(
-    kind: str, batch: Shape, damping: float
-) -> None:
-    factor = FACTORS[kind](batch, 5)
-    dense = factor.to_dense(5)
-    for p in (-1.0, -0.5, -0.25, 0.5, 2.0):
-        close(factor.power(p, damping).to_dense(5), dense_power(dense, p, damping))
-    damped = dense + damping * torch.eye(5, dtype=torch.float64)
-    close(factor.inverse(damping).to_dense(5), torch.linalg.inv(damped))
-    assert type(factor.power(-0.5)) in (type(factor), Dense)
-
-
-@pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("name", OPERATORS)
 def test_an_operator_acts_as_its_dense_matrix(name: str, batch: Shape, block: Shape) -> None:
@@ -182,38 +161,18 @@ def test_an_operator_acts_as_its_dense_matrix(name: str, batch: Shape, block: Sh
 
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("name", OPERATORS)
-def test_the_inverse_undoes_the_operator(name: str, batch: Shape, block: Shape) -> None:
-    operator, x = OPERATORS[name](batch, block), normal(*batch, *block)
-    dense = dense_of(operator, block)
-    close(dense_of(operator.inverse(), block), torch.linalg.inv(dense))
-    close(operator.inverse().apply(operator.apply(x)), x)
-
-
-@pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("block", BLOCKS)
 def test_kron_is_the_kronecker_product_of_its_sides(batch: Shape, block: Shape) -> None:
     kron = mixed(batch, block)
     sides = [factor.to_dense(n) for factor, n in zip(kron.factors, block, strict=True)]
     close(kron.to_dense(block), kron_of(sides))
-    dampings = [0.1 * (i + 1) for i in range(len(block))]
-    for p in (-1.0, -0.5, 2.0):
-        same = kron_of([dense_power(side, p, 0.2) for side in sides])
-        close(kron.power(p, 0.2).to_dense(block), same)
-        own = [dense_power(side, p, d) for side, d in zip(sides, dampings, strict=True)]
-        close(kron.power(p, dampings).to_dense(block), kron_of(own))
-    close(kron.inverse(0.2).to_dense(block), kron.power(-1.0, 0.2).to_dense(block))
 
 
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("block", BLOCKS)
-def test_kron_eigen_damps_its_own_eigenvalues(batch: Shape, block: Shape) -> None:
+def test_kron_eigen_has_its_eigenvalues_in_its_bases(batch: Shape, block: Shape) -> None:
     operator = OPERATORS["kron eigen"](batch, block)
     assert isinstance(operator, KronEigen)
     dense = operator.to_dense()
-    damped = dense + 0.3 * torch.eye(prod(block), dtype=torch.float64)
-    close(operator.inverse(0.3).to_dense(), torch.linalg.inv(damped))
-    close(operator.power(-0.5, 0.3).to_dense(), dense_power(dense, -0.5, 0.3))
     x = normal(*batch, *block)
     close(operator.unrotate(operator.rotate(x)), x)
     spectrum = operator.eigenvalues.flatten(-len(block)).sort(-1).values
@@ -237,17 +196,6 @@ def test_scaled_kron_is_variances_times_correlations(batch: Shape) -> None:
     operator = ScaledKron(scale, kron)
     deviations = torch.diag_embed(scale.flatten(-3))
     close(operator.to_dense(), deviations @ kron.to_dense(block) @ deviations)
-    damped = kron.inverse(0.1).inverse().to_dense(block)  # the factors, each plus 0.1
-    wanted = torch.linalg.inv(deviations @ damped @ deviations)
-    close(operator.inverse(0.1).to_dense(), wanted)
-
-
-def test_eigenvalues_below_zero_by_rounding_count_as_zero() -> None:
-    basis = orthogonal((), 3)
-    values = torch.tensor([-1e-9, 1.0, 4.0], dtype=torch.float64)
-    factor = Dense((basis * values) @ basis.mT)
-    close(factor.power(0.5).matrix, (basis * values.clamp(min=0).sqrt()) @ basis.mT)
-    close(Eigen(values, basis).power(0.5).values, values.clamp(min=0).sqrt())
 
 
 def test_identity_alone_needs_a_size_and_keeps_its_block_untouched() -> None:
@@ -255,15 +203,10 @@ def test_identity_alone_needs_a_size_and_keeps_its_block_untouched() -> None:
     assert Identity().apply(x, -1) is x
     with pytest.raises(ValueError, match="give to_dense the size"):
         Identity().to_dense()
-    close(Kron((Identity(), Identity(0.5))).to_dense((3, 4)), 0.5 * torch.eye(12).double())
+    close(Kron((Identity(), Identity())).to_dense((3, 4)), torch.eye(12).double())
 
 
 def test_dense_matrices_take_the_dtype_of_the_tensors() -> None:
     kron = Kron((Identity(), Dense(torch.eye(3))))
     assert kron.to_dense((2, 3)).dtype is torch.float32
     assert ScaledKron(torch.ones(2, 3), kron).to_dense().dtype is torch.float32
-
-
-def test_kron_names_the_number_of_dampings() -> None:
-    with pytest.raises(ValueError, match=r"one number or one a factor \(2\), got 3"):
-        Kron((Identity(), Identity())).inverse([0.1, 0.2, 0.3])

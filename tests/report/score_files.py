@@ -22,7 +22,12 @@ def item(example, score, shown, positive=20.0, **fields):
     count = len(shown.get("tokens", ())) or None
     return {
         **{"example": example, "id": f"id-{example}", "score": score, "share": score / positive},
-        **{"nats": None, "noisy": False, "per_token": score / count if count else None, "cosine": 0.25},
+        **{
+            "nats": None,
+            "noisy": False,
+            "per_token": score / count if count else None,
+            "cosine": 0.25,
+        },
         **{"tokens_counted": count, "loss": 2.5, "tokens": [], "layers": [], "shown": shown},
         **fields,
     }

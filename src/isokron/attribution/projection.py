@@ -157,9 +157,7 @@ def collect(
     layers = [encoder.layer for encoder in by_name.values()]
     # models of less precision are computed in that of the encoders
     dtype = next(iter(by_name.values())).left.dtype
-    passes = Passes(
-        model, batches, loss, layers, dtype=dtype, masks=False, record=True, weighting="linear"
-    )
+    passes = Passes(model, batches, loss, layers, dtype=dtype, weighting="linear")
 
     def fold(layer: Layer, uses: Uses) -> None:
         rows = by_name[layer.name].rows(uses)

@@ -39,10 +39,10 @@ class LayerQueries:
     left: Tensor
     right: Tensor
 
-    def __init__(self, layer: Layer, inverse: Any, dense: bool, device: torch.device) -> None:
+    def __init__(self, layer: Layer, inverse: Any, device: torch.device) -> None:
         self.layer, self.inverse = layer, inverse
         # EK-FAC's eigenvalues are no Kronecker product: its H⁻¹∇ has no rank-one terms
-        self.factored = not dense and (inverse is None or isinstance(inverse, Kron))
+        self.factored = inverse is None or isinstance(inverse, Kron)
         self.terms: list[tuple[int, Tensor, Tensor]] = []
         self.by_query: dict[int, Tensor] = {}
         self.owner = self.matrix_owner = torch.zeros(0, dtype=torch.int64, device=device)
@@ -236,19 +236,18 @@ def query_gradients(
     batches: Sequence[Any],
     inverse: Curvature | None,
     groups: Sequence[int] | None = None,
-    dense: bool = False,
     names: Sequence[str] = (),
 ) -> QueryGradients:
     """H⁻¹∇ of every query. `groups`: the query that each batch belongs to; default: its own.
 
     A group of several batches adds up, which is how a mean query, or the sum of some examples, is
-    computed. dense: matrices only. names: of the queries, for the error if one has no loss.
+    computed. names: of the queries, for the error if one has no loss.
     """
     owners = range(len(batches)) if groups is None else groups
     result = QueryGradients(count=max(owners, default=-1) + 1)
     for layer in subject.layers:
         operator = None if inverse is None else inverse[layer.name]
-        result.layers[layer.name] = LayerQueries(layer, operator, dense, subject.device)
+        result.layers[layer.name] = LayerQueries(layer, operator, subject.device)
     squares: list[Tensor] = []
 
     def fold(layer: Layer, uses: Uses) -> None:
@@ -283,8 +282,7 @@ def query_gradients(
 
 def gradient_passes(subject: Subject, batches: Iterable[Any]) -> Passes:
     """Passes that show every layer's part of ∇Σ wℓ; positions need no mask, their g̃ is 0."""
-    model, loss, layers = subject.model, subject.loss, subject.layers
-    return Passes(model, batches, loss, layers, masks=False, record=True, weighting="linear")
+    return Passes(subject.model, batches, subject.loss, subject.layers, weighting="linear")
 
 
 class PassScores(NamedTuple):

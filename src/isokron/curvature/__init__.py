@@ -2,7 +2,7 @@
 
 from isokron.curvature import losses
 from isokron.curvature.curvature import Curvature, side_damping
-from isokron.curvature.fit import exact_cost, fit, planned_bytes
+from isokron.curvature.fit import fit, planned_bytes
 from isokron.curvature.hooks import Event, capture
 from isokron.curvature.layers import Selection, find_layers
 from isokron.curvature.losses import BinaryCrossEntropy, CrossEntropy, Likelihood, SquaredError
@@ -16,7 +16,6 @@ __all__ = [
     "Selection",
     "SquaredError",
     "capture",
-    "exact_cost",
     "find_layers",
     "fit",
     "losses",

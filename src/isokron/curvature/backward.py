@@ -1,40 +1,48 @@
 """Passes over data that show what layers see, and leave the model as it was."""
 
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from isokron.curvature.hooks import Event, Watcher, by_example, without_autocast
+from isokron.curvature.hooks import (
+    Event,
+    Watcher,
+    by_example,
+    inputs_of,
+    outputs_of,
+    without_autocast,
+)
 from isokron.curvature.layers import Layer, Selection
 from isokron.curvature.losses import CrossEntropy, Likelihood, Loss, terms_and_weights
 from isokron.curvature.statistics import Uses, joined
 
 Fold = Callable[[Layer, Uses], None]
+MANY_PASSES = 1000  # backward passes a batch, from which on fisher="exact" is warned of
 
 
 class Passes:
     """Forward and backward passes over the data, in eval mode.
 
-    Labels that are drawn differ in the next pass: eigenvalues measured on the draws that a basis
-    was made of would be those of the draws, not of the model.
+    After a batch, `losses` [N] and `token_losses` [N, S] are those of its examples and positions,
+    each times its weight; the latter is None where examples have one term each, and neither is
+    known with fisher="exact".
 
     Args:
-        fisher: labels are the data's ("empirical"), drawn from the model ("sampled") or all
-            ("exact").
+        fisher: labels are the data's ("empirical"), drawn from the model ("sampled", other ones in
+            every pass over the data: eigenvalues measured on the draws that a basis was made of
+            would be those of the draws) or all ("exact").
         dtype: of the uses that are folded.
-        batch_dim: the dimension of inputs and loss terms that counts examples.
-        masks: uses say which positions count. Products of gradients and inputs do not need it.
-        record: keep `losses` [N] and `token_losses` [N, S] of the last batch, each times its
-            weight; the latter is None where examples have one term each.
-        weighting: a term of weight w has its gradient times √w ("sqrt", so that Σ gg' is weighted
-            by w) or times w ("linear": gradients of Σ w·loss).
-        first: number of the first batch among those of all ranks, which seeds drawn labels by
-            batch; None draws them in one sequence.
+        weighting: a term of weight w has its gradient times √w ("sqrt", for statistics: Σ gg' is
+            weighted by w, and uses say which positions count) or times w ("linear": gradients of
+            Σ w·loss, which are 0 where a position does not count).
+        first: number of the first batch among those of all ranks, which seeds drawn labels.
     """
 
     def __init__(
@@ -47,53 +55,48 @@ class Passes:
         fisher: str = "empirical",
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
-        batch_dim: int = 0,
-        masks: bool = True,
-        record: bool = False,
         weighting: str = "sqrt",
-        first: int | None = None,
+        first: int = 0,
     ) -> None:
-        if weighting not in ("sqrt", "linear"):
-            raise ValueError(f"weighting must be 'sqrt' or 'linear', got {weighting!r}")
         self.model, self.batches, self.loss, self.layers = model, batches, loss, layers
-        self.fisher, self.dtype, self.seed, self.batch_dim = fisher, dtype, seed, batch_dim
-        self.masks, self.record, self.weighting, self.first = masks, record, weighting, first
-        self.generator = torch.Generator().manual_seed(seed)
+        self.fisher, self.dtype, self.seed, self.first = fisher, dtype, seed, first
+        self.weighting = weighting
+        self.generator = torch.Generator()
         self.losses = torch.zeros(0)
         self.token_losses: Tensor | None = None
         self.passes = 0  # over the data
         self.count = 0.0  # sum of the weights of the last batch
         self.examples: int | None = None  # of the last batch, where that is known
         self.terms = 0  # of the last batch
-        self.counted: Tensor | None = None
+        self.counted: Tensor | None = None  # [N, S] of the last batch, None where all terms count
         self.waiting: dict[str, list[Event]] = {}
         self.reached: set[str] = set()  # layers that had a gradient in this pass over the data
         self.head: Event | None = None  # with probabilities in the place of gradients
+        self.warned = False
 
     def over(
         self, fold: Fold, after: Callable[[], None] = lambda: None, *, check: bool = True
-    ) -> float:
-        """Fold the uses of every layer in every backward pass; returns the number of loss terms.
+    ) -> None:
+        """Fold the uses of every layer in every backward pass.
 
         after: called at the end of a batch, which may have had many backward passes.
         check: refuse data without terms and layers without gradients.
         """
         terms = 0.0
         self.reached.clear()
-        self.watcher = Watcher(self.layers, functools.partial(self._take, fold), self.batch_dim)
+        self.watcher = Watcher(self.layers, functools.partial(self._take, fold))
         with unchanged(self.model), torch.enable_grad():
-            for number, batch in enumerate(self.batches, self.first or 0):
-                if self.first is not None:
-                    self.generator.manual_seed(_mixed(self.seed, number, self.passes))
+            for number, batch in enumerate(self.batches, self.first):
+                # one seed for a batch in a pass, whichever batches came before it
+                mixed = number * 0x9E3779B97F4A7C15 + self.passes * 0xD1B54A32D192ED03
+                self.generator.manual_seed((self.seed + mixed) % 2**63)
                 self._pass(batch, fold)
                 with self.plain():
                     after()
                 terms += self.count
-        self._idle(fold, after)
         self.passes += 1
         if check:
-            check_reached(terms, [x.name for x in self.layers if x.name not in self.reached])
-        return terms
+            check_reached(terms, [x for x in self.layers if x.name not in self.reached])
 
     @contextmanager
     def plain(self) -> Iterator[None]:
@@ -103,6 +106,7 @@ class Passes:
 
     def _pass(self, batch: Any, fold: Fold) -> None:
         """The forward and the backward passes of one batch."""
+        # inputs and outputs of linear layers are held only where the logits may be one's outputs
         closed_form = self.fisher == "exact" and isinstance(self.loss, CrossEntropy)
         self.watcher.products = [] if closed_form else None
         self.watcher.calls.clear()
@@ -132,36 +136,20 @@ class Passes:
         self.reached.add(name)
         events = self.waiting.setdefault(name, [])
         events.append(event)
+        # at once: what all layers have seen, held to the end, would be the activations once more
         if len(events) >= self.watcher.calls[name]:
             self._fold(fold, self.waiting.pop(name))
 
     def _fold(self, fold: Fold, events: list[Event], kind: str | None = None) -> None:
+        masks = self.weighting == "sqrt"
         with self.plain():
-            grouped = [
-                by_example(event, self.examples, self.terms, self.batch_dim) for event in events
-            ]
-            mask = self.counted if self.masks else None
-            uses = joined(grouped, self.dtype, mask)
+            grouped = [by_example(event, self.examples, self.terms) for event in events]
+            uses = joined(grouped, self.dtype, self.counted if masks else None)
             # positions that only fill up an expert's rows are no inputs
-            if uses.positions is not None and self.masks:
+            if uses.positions is not None and masks:
                 mask = uses.positions >= 0
                 uses = replace(uses, counted=mask if uses.counted is None else uses.counted & mask)
             fold(events[0].layer, uses if kind is None else replace(uses, kind=kind))
-
-    def _idle(self, fold: Fold, after: Callable[[], None]) -> None:
-        """Experts that no token of the data was sent to have one gradient, of zeros."""
-        idle = [x for x in self.layers if x.observed == "experts" and x.name not in self.reached]
-        self.reached |= {layer.name for layer in idle}
-        if not idle or not self.masks:
-            return
-        self.count = 0.0
-        with self.plain():
-            for layer in idle:
-                _, outputs, inputs = layer.shape
-                zeros = next(layer.module.parameters()).new_zeros(1, 1, 1, max(layer.shape))
-                x, grads = zeros[..., : inputs - layer.layout.bias], zeros[..., :outputs]
-                fold(layer, joined([Event(layer, x, grads)], self.dtype, None))
-            after()
 
     def _totals(self, batch: Any) -> Iterator[tuple[Tensor, bool]]:
         """Scalars to go back from, and whether their graph is needed again."""
@@ -179,16 +167,14 @@ class Passes:
             self.head = self._softmax(fixed, weights)
             if self.head is not None and len(self.layers) == 1:
                 return
-            for part in _one_term_each(weights, self.batch_dim):
+            self._warn_of_cost(outputs.shape)
+            for part in _one_term_each(weights):
                 for root in loss.roots(fixed):
                     slopes = root * part.sqrt().to(root.dtype).unsqueeze(-1)
                     yield Sloped.apply(outputs, slopes), True
             return
         if self.fisher == "sampled":
-            # drawn on the host: the same labels on every device
-            shape = loss.drawn(fixed)
-            uniform = torch.rand(shape, generator=self.generator, dtype=torch.float64)
-            targets = loss.draw(fixed, uniform.to(fixed.device))
+            targets = loss.draw(fixed, self.generator)
         if type(loss) is not CrossEntropy:  # a subclass may have terms of its own
             terms, weights = terms_and_weights((loss.terms(outputs, targets), weights))
             yield self._weighted(terms, weights), False
@@ -206,15 +192,12 @@ class Passes:
         return (terms * (weights.sqrt() if self.weighting == "sqrt" else weights)).sum()
 
     def _record(self, terms: Tensor, weights: Tensor) -> None:
-        if self.record:
-            rows = self._rows(terms.detach() * weights)
-            self.losses = rows.sum(1)
-            self.token_losses = rows if rows.size(1) > 1 else None
+        rows = self._rows(terms.detach() * weights)
+        self.losses = rows.sum(1)
+        self.token_losses = rows if rows.size(1) > 1 else None
 
     def _rows(self, terms: Tensor) -> Tensor:
         """[N, S]: terms by example."""
-        if terms.ndim > 1:
-            terms = terms.movedim(self.batch_dim, 0)
         examples = len(terms) if self.examples is None else self.examples
         # a batch may be empty, where −1 would be any number
         return terms.reshape(examples, terms.numel() // max(1, examples))
@@ -224,31 +207,39 @@ class Passes:
         exact Fisher of a softmax needs no more. Its only outputs must be these logits."""
         uses = self.watcher.products or []
         for layer, x, outputs, versions in uses:
-            same = (
-                outputs.data_ptr() == logits.data_ptr()
-                and outputs.numel() == logits.numel()
-                and outputs.size(-1) == logits.size(-1)
-                and outputs.is_contiguous()
-                and logits.is_contiguous()
-                and versions == (x._version, outputs._version)
-            )
-            if same and sum(use[0] is layer for use in uses) == 1:
+            same = outputs.is_contiguous() and _memory(outputs) == _memory(logits)
+            unchanged_since = versions == (x._version, outputs._version)
+            if same and unchanged_since and sum(use[0] is layer for use in uses) == 1:
                 wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
                 rows = wide.softmax(-1) * weights.sqrt().to(wide.dtype).unsqueeze(-1)
-                view, dim = layer.view, self.batch_dim
-                return Event(layer, view.inputs(x, dim), view.outputs(rows.view_as(outputs), dim))
+                return Event(layer, inputs_of(layer, x), outputs_of(layer, rows.view_as(outputs)))
         return None
 
     def _count(self, weights: Tensor, batch: Any) -> None:
         """Remember how many terms count, which, and of how many examples."""
         self.count, self.terms = float(weights.sum()), weights.numel()
-        self.examples = _examples(weights, batch, self.batch_dim)
+        self.examples = _examples(weights, batch)
         counted = weights > 0
         self.counted = None if bool(counted.all()) else self._rows(counted)
 
+    def _warn_of_cost(self, shape: Sequence[int]) -> None:
+        cost = shape[-1] * prod(shape[1:-1])
+        if cost > MANY_PASSES and not self.warned:
+            warnings.warn(
+                f"fisher='exact' takes {cost:,} backward passes a batch, one for each of "
+                f"{shape[-1]:,} classes at each position; fisher='sampled' takes one",
+                stacklevel=2,
+            )
+        self.warned = True
+
+
+def _memory(rows: Tensor) -> tuple[Any, ...]:
+    """Equal for contiguous views of the same rows."""
+    return rows.data_ptr(), rows.numel(), rows.size(-1), rows.is_contiguous()
+
 
 def probe_layers(
-    model: nn.Module, batch: Any, loss: Loss | Likelihood, selection: Selection, batch_dim: int = 0
+    model: nn.Module, batch: Any, loss: Loss | Likelihood, selection: Selection
 ) -> Selection:
     """The selection without layers whose gradients cannot be told apart by example.
 
@@ -256,7 +247,7 @@ def probe_layers(
     have no gradient. Layers that the loss does not use, or that are not called as modules, are left
     out too.
     """
-    passes = Passes(model, [batch], loss, selection.layers, batch_dim=batch_dim)
+    passes = Passes(model, [batch], loss, selection.layers)
     reasons: dict[str, str] = {}
     reached: set[str] = set()
     example = 0  # whose loss is taken
@@ -265,7 +256,7 @@ def probe_layers(
         name = event.layer.name
         reached.add(name)
         try:
-            grads = by_example(event, passes.examples, passes.terms, batch_dim).grads
+            grads = by_example(event, passes.examples, passes.terms).grads
         except ValueError as error:
             reasons[name] = str(error).partition(": ")[2].partition(";")[0]
             return
@@ -274,7 +265,7 @@ def probe_layers(
         if passes.examples is not None and bool(leaked.any()):
             reasons[name] = "mixes examples"
 
-    watcher = Watcher(selection.layers, sink, batch_dim)
+    watcher = Watcher(selection.layers, sink)
     with unchanged(model), torch.enable_grad(), watcher:
         if isinstance(loss, Likelihood):
             outputs, targets = loss.forward(model, batch)
@@ -294,15 +285,13 @@ def probe_layers(
     return selection.without(reasons)
 
 
-def _examples(weights: Tensor, batch: Any, batch_dim: int) -> int | None:
+def _examples(weights: Tensor, batch: Any) -> int | None:
     """How many examples a batch has. Terms of one dimension may be those of all positions: then
     it is the size of the batch's first tensor of two dimensions, if that divides them."""
     if weights.ndim > 1:
-        return weights.size(batch_dim)
+        return len(weights)
     tensors = sorted(_tensors(batch), key=lambda x: x.ndim < 2)
-    if not tensors:
-        return None
-    size = tensors[0].size(batch_dim if tensors[0].ndim > batch_dim else 0)
+    size = len(tensors[0]) if tensors else 0
     return size if size and len(weights) % size == 0 else None
 
 
@@ -317,10 +306,12 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def check_reached(terms: float, missing: list[str]) -> None:
+def check_reached(terms: float, without: Iterable[Layer]) -> None:
     """Refuse passes without a term that counted, or with layers that no gradient came to."""
     if terms == 0:
         raise ValueError("batches must hold at least one loss term that counts, got none")
+    # an expert may have had no token
+    missing = [layer.name for layer in without if layer.observed != "experts"]
     if missing:
         raise ValueError(
             f"no gradient ever came to {', '.join(missing)}: the loss does not use it; leave it "
@@ -328,23 +319,14 @@ def check_reached(terms: float, missing: list[str]) -> None:
         )
 
 
-def _mixed(seed: int, number: int, passes: int) -> int:
-    """A seed for one batch in one pass, whichever batches came before it."""
-    return (seed + number * 0x9E3779B97F4A7C15 + passes * 0xD1B54A32D192ED03) % 2**63
-
-
-def _one_term_each(weights: Tensor, batch_dim: int) -> Iterator[Tensor]:
+def _one_term_each(weights: Tensor) -> Iterator[Tensor]:
     """Weights of one term an example at a time: labels of others are independent of its own."""
-    if weights.ndim == 1:
-        yield weights
-        return
-    first = weights.movedim(batch_dim, 0)
-    flat = first.reshape(len(first), -1)
+    flat = weights.reshape(len(weights), -1)
     for place in range(flat.size(1)):
         if bool(flat[:, place].any()):
             part = torch.zeros_like(flat)
             part[:, place] = flat[:, place]
-            yield part.view(first.shape).movedim(0, batch_dim)
+            yield part.view_as(weights)
 
 
 class Sloped(torch.autograd.Function):

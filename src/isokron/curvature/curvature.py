@@ -10,25 +10,19 @@ eigenvalue of the layer (Martens & Grosse 1503.05671, section 6.3).
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from isokron.curvature.packing import Layout, pack, put_
-from isokron.curvature.spectrum import Operator, Spectrum, has_spectrum, spectrum_of
-from isokron.linalg import factorize
-from isokron.operators import (
-    CholeskyInverse,
-    Dense,
-    Diagonal,
-    Factor,
-    Kron,
-    KronEigen,
-    LowRank,
-)
+from isokron.curvature.layers import Layout, pack, unpack
+from isokron.linalg import eigh, factorize
+from isokron.operators import CholeskyInverse, Dense, Diagonal, Factor, Kron, KronEigen, LowRank
+
+Operator = Kron | KronEigen
+LARGE = 16384  # the most outputs for which a low-rank side is made dense, 1 GiB in float32
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,17 +35,10 @@ class LayerCurvature:
 
     name: str
     method: str
-    kind: str
     layout: Layout
     statistics: dict[str, Tensor]
     policy: str = "none"
     terms: float = 0.0
-    retries: dict[str, int] = field(default_factory=dict)  # of eigendecompositions, by remedy
-
-    @property
-    def columns(self) -> int | None:
-        """T, where gradients stand for the output side."""
-        return self.statistics["columns"].size(2) if "columns" in self.statistics else None
 
     def operator(self) -> Operator:
         """On matrices [B, o, i], the column of a bias last: output side first, then input side."""
@@ -67,16 +54,54 @@ class LayerCurvature:
             trace = trace.clamp_min(torch.finfo(inputs.dtype).tiny)
             inputs = inputs / trace.view(-1, *[1] * (inputs.ndim - 1))
         side = Dense(inputs) if inputs.ndim == 3 else Diagonal(inputs)
-        return Kron((self._output(), side))
-
-    def _output(self) -> Dense | LowRank:
-        statistics = self.statistics
         if "columns" not in statistics:
-            return Dense(statistics["output"])
-        columns, device = statistics["columns"], statistics["input"].device
+            return Kron((Dense(statistics["output"]), side))
+        columns = statistics["columns"]
         if "mean" in statistics:
-            return LowRank(statistics["mean"], columns, -1)
-        return LowRank(torch.zeros(len(columns), 1, dtype=torch.float64, device=device), columns)
+            return Kron((LowRank(statistics["mean"], columns, -1), side))
+        zeros = torch.zeros(len(columns), 1, dtype=torch.float64, device=inputs.device)
+        return Kron((LowRank(zeros, columns), side))
+
+
+class Spectrum(NamedTuple):
+    """Eigenvalues [B, o, i] on the eigenbases of both sides, Q_G and Q_A, None for I.
+
+    `sides`: eigenvalues [B, o] and [B, i] of each side, where values are their products.
+    """
+
+    bases: tuple[Tensor | None, Tensor | None]
+    values: Tensor
+    sides: tuple[Tensor, Tensor] | None = None
+
+
+def _side_eigenvalues(factor: Factor) -> tuple[Tensor, Tensor | None]:
+    """Eigenvalues [B, n], and their vectors, None for I."""
+    if isinstance(factor, Diagonal):
+        return factor.values.clamp_min(0), None
+    values, basis = eigh(factor.to_dense())
+    return values.clamp_min(0), basis  # below zero is rounding
+
+
+def _large_outputs(operator: Operator) -> int:
+    """Outputs of a low-rank side that is too large to be made dense, else 0."""
+    side = operator.factors[0] if isinstance(operator, Kron) else None
+    outputs = side.columns.size(-2) if isinstance(side, LowRank) else 0
+    return outputs if outputs > LARGE else 0
+
+
+def _condition(values: Tensor) -> float:
+    """Largest over smallest; inf where one is 0."""
+    least = float(values.min())
+    return float(values.max()) / least if least > 0 else float("inf")
+
+
+def _effective_rank(values: Tensor) -> float:
+    """exp(−Σ p log p), p the eigenvalues over their sum."""
+    values = values.double().clamp_min(0)
+    if not values.any():
+        return 0.0
+    shares = values / values.sum()
+    return float((-torch.special.xlogy(shares, shares).sum()).exp())
 
 
 def mean_eigenvalue(part: Operator | Factor) -> Tensor:
@@ -88,13 +113,12 @@ def mean_eigenvalue(part: Operator | Factor) -> Tensor:
         return part.eigenvalues.double().mean((1, 2))
     if isinstance(part, Diagonal):
         return part.values.double().mean(1)
-    if isinstance(part, Dense | CholeskyInverse):
-        return part.to_dense().diagonal(0, 1, 2).double().mean(1)
-    assert isinstance(part, LowRank)
-    outputs = part.columns.size(-2)
-    squares = torch.linalg.vector_norm(part.columns, dim=(1, 2), dtype=torch.float64).square()
-    diagonal = part.diagonal.double().expand(-1, outputs).mean(1)
-    return diagonal + part.sign * squares.to(diagonal.device) / outputs
+    if isinstance(part, LowRank):
+        outputs = part.columns.size(-2)
+        squares = torch.linalg.vector_norm(part.columns, dim=(1, 2), dtype=torch.float64).square()
+        diagonal = part.diagonal.double().expand(-1, outputs).mean(1)
+        return diagonal + part.sign * squares.to(diagonal.device) / outputs
+    return part.to_dense().diagonal(0, 1, 2).double().mean(1)
 
 
 def dead_blocks(operator: Operator) -> Tensor:
@@ -109,14 +133,10 @@ def dead_blocks(operator: Operator) -> Tensor:
 
 
 def operator_dtype(operator: Operator) -> torch.dtype:
-    """What is computed in. Columns may be stored in less."""
+    """What is computed in. Columns of an output side may be stored in less."""
     if not isinstance(operator, Kron):
         return operator.eigenvalues.dtype
-    side = operator.factors[1]
-    if isinstance(side, CholeskyInverse):
-        return side.lower.dtype
-    assert isinstance(side, Dense | Diagonal)
-    return side.matrix.dtype if isinstance(side, Dense) else side.values.dtype
+    return next(v for v in vars(operator.factors[1]).values() if isinstance(v, Tensor)).dtype
 
 
 def side_damping(operator: Kron, damping: float, relative: bool = True) -> tuple[Tensor, Tensor]:
@@ -135,7 +155,11 @@ def side_damping(operator: Kron, damping: float, relative: bool = True) -> tuple
 
 
 class Curvature(Mapping[str, Operator]):
-    """name → operator. `inverse` and `power` make another one, `matvec` applies all operators."""
+    """name → operator. `inverse` and `power` make another one, `matvec` applies all operators.
+
+    `operators`: of an inverse or power, in place of those the statistics make. `notes`: what
+    `report` adds to the record of a layer.
+    """
 
     def __init__(
         self,
@@ -144,13 +168,10 @@ class Curvature(Mapping[str, Operator]):
         notes: Mapping[str, dict[str, Any]] | None = None,
     ) -> None:
         self.layers = {layer.name: layer for layer in layers}
-        # whether operators are other than those the statistics make
         self.derived = operators is not None
+        self.notes = dict(notes or {})
         self._operators = dict(operators or {})
         self._spectra: dict[str, Spectrum] = {}
-        self.notes = {name: dict((notes or {}).get(name, {})) for name in self.layers}
-        # of eigendecompositions: how many needed which remedy
-        self.retries = {layer.name: Counter(layer.retries) for layer in layers}
 
     def __getitem__(self, name: str) -> Operator:
         if name not in self._operators:
@@ -165,12 +186,24 @@ class Curvature(Mapping[str, Operator]):
 
     def spectrum(self, name: str) -> Spectrum:
         """The eigendecomposition of a layer's operator, computed once."""
-        if name not in self._spectra:
-            try:
-                self._spectra[name] = spectrum_of(self[name], self.retries[name])
-            except ValueError as error:
-                raise ValueError(f"layer {name!r}: {error}") from None
-        return self._spectra[name]
+        if name in self._spectra:
+            return self._spectra[name]
+        operator = self[name]
+        if _large_outputs(operator):
+            raise ValueError(
+                f"layer {name!r}: eigenvalues of a low-rank side of {_large_outputs(operator)} "
+                f"outputs, more than {LARGE}, are not computed; use damped_inverse(damping), which "
+                "does without"
+            )
+        if isinstance(operator, KronEigen):
+            left_basis, right_basis = operator.bases
+            spectrum = Spectrum((left_basis, right_basis), operator.eigenvalues)
+        else:
+            (left, left_basis), (right, right_basis) = map(_side_eigenvalues, operator.factors)
+            values = left[:, :, None] * right[:, None, :]
+            spectrum = Spectrum((left_basis, right_basis), values, (left, right))
+        self._spectra[name] = spectrum
+        return spectrum
 
     def damped_inverse(self, damping: float = 0.1, relative: bool = True) -> "Curvature":
         """H⁻¹ of every layer, by the definition of damping above.
@@ -181,14 +214,13 @@ class Curvature(Mapping[str, Operator]):
         inverse 0.
         """
         _check(damping, self.layers.values())
-        inverses: dict[str, Operator] = {}
-        notes: dict[str, dict[str, Any]] = {}
-        for name, operator in self.items():
-            if isinstance(operator, Kron):
-                inverses[name], notes[name] = _inverse_by_sides(operator, damping, relative, name)
-            else:
-                inverses[name], notes[name] = self._power(name, -1.0, damping, relative)
-        return self._derived(inverses, notes)
+        inverses = {
+            name: _inverse_by_sides(operator, damping, relative, name)
+            if isinstance(operator, Kron)
+            else self._power(name, -1.0, damping, relative)
+            for name, operator in self.items()
+        }
+        return self._derived(inverses)
 
     def inverse(self, damping: float, relative: bool = False) -> "Curvature":
         """(F + λI)⁻¹ by eigenvalues; see `power`."""
@@ -200,90 +232,81 @@ class Curvature(Mapping[str, Operator]):
         `relative`: λ is `damping` times each layer's mean eigenvalue.
         """
         _check(damping, self.layers.values() if p != 1 else ())
-        powers = {name: self._power(name, p, damping, relative) for name in self}
-        operators = {name: operator for name, (operator, _) in powers.items()}
-        return self._derived(operators, {name: note for name, (_, note) in powers.items()})
+        return self._derived({name: self._power(name, p, damping, relative) for name in self})
 
     def _power(
         self, name: str, p: float, damping: float, relative: bool
     ) -> tuple[Operator, dict[str, Any]]:
         if relative:
             damping = damping * float(mean_eigenvalue(self[name]).mean())
-        damped = self.spectrum(name).damped(damping)
-        note = {"power": p, "damping": damping, "condition_after": damped.condition()}
+        bases, values, _ = self.spectrum(name)
+        values = values.clamp_min(0) + damping  # below zero is rounding
+        note = {"power": p, "damping": damping, "condition_after": _condition(values)}
         if p < 0 and relative and bool(dead_blocks(self[name]).all()):
-            return KronEigen((None, None), torch.zeros_like(damped.values)), note
-        if p < 0 and not damped.least() > 0:
+            return KronEigen((None, None), torch.zeros_like(values)), note
+        least = float(values.min())
+        if p < 0 and not least > 0:
             raise ValueError(
-                f"layer {name!r} is singular, its smallest eigenvalue is {damped.least():.3g}; "
-                "give a damping above 0"
+                f"layer {name!r} is singular, its smallest eigenvalue is {least:.3g}; give a "
+                "damping above 0"
             )
-        return damped.power(p), note
+        return KronEigen(bases, values**p), note
 
-    def _derived(
-        self, operators: Mapping[str, Operator], notes: Mapping[str, dict[str, Any]]
-    ) -> "Curvature":
-        result = Curvature(list(self.layers.values()), operators, notes)
-        result.retries = self.retries
-        return result
+    def _derived(self, results: Mapping[str, tuple[Operator, dict[str, Any]]]) -> "Curvature":
+        operators = {name: operator for name, (operator, _) in results.items()}
+        notes = {name: note for name, (_, note) in results.items()}
+        return Curvature(list(self.layers.values()), operators, notes)
 
     def matvec(self, tangent: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Every layer's operator on its part of a tangent, both by parameter name."""
         result: dict[str, Tensor] = {}
         for name, layer in self.layers.items():
-            matrix = pack(layer.layout, tangent).to(operator_dtype(self[name]))
-            put_(result, layer.layout, self[name].apply(matrix), tangent)
+            layout, operator = layer.layout, self[name]
+            moved = operator.apply(pack(layout, tangent).to(operator_dtype(operator)))
+            # layers that share a parameter add up in it
+            for key, value in unpack(layout, moved).items():
+                param = layout.params[key]
+                total = result.setdefault(param, torch.zeros_like(tangent[param]))
+                part = layout.part(key, total)
+                part += value.reshape(part.shape).to(total.dtype)
         return result
 
     def trace(self) -> dict[str, float]:
         """Of every layer's operator."""
-        sizes = {name: layer.layout.shape for name, layer in self.layers.items()}
-        return {
-            name: float(mean_eigenvalue(self[name]).sum()) * o * i
-            for name, (_, o, i) in sizes.items()
-        }
-
-    def logdet(self, damping: float, relative: bool = False) -> dict[str, float]:
-        """log det(F + λI) of every layer; see `power`."""
-        damped = self.power(1.0, damping, relative)
-        return {name: damped.spectrum(name).logdet() for name in self}
-
-    def condition(self) -> dict[str, float]:
-        """Largest eigenvalue over smallest, of every layer; inf where one is 0."""
-        return {name: self.spectrum(name).condition() for name in self}
+        shapes = {name: layer.layout.shape[1:] for name, layer in self.layers.items()}
+        return {n: float(mean_eigenvalue(self[n]).sum()) * o * i for n, (o, i) in shapes.items()}
 
     def report(self, spectra: bool = True) -> list[dict[str, Any]]:
         """One record a layer: its shape and statistics, and the damping applied to it.
 
         `dead`: how many blocks saw only zeros. `spectra`: also condition number and effective rank,
         exp of the entropy of the eigenvalues, which take an eigendecomposition where there was none
-        yet; None for a softmax too large for one.
+        yet; None for a head too large for one.
         """
         records, traces = [], self.trace()
         for name, layer in self.layers.items():
             blocks, outputs, inputs = layer.layout.shape
+            columns = layer.statistics.get("columns")
             record: dict[str, Any] = {
                 "layer": name,
                 "method": layer.method,
-                "kind": layer.kind,
+                "kind": layer.layout.kind,
                 "blocks": blocks,
                 "outputs": outputs,
                 "inputs": inputs,
                 "bias": layer.layout.bias,
                 "terms": layer.terms,
                 "policy": layer.policy,
-                "columns": layer.columns,
+                "columns": None if columns is None else columns.size(2),
                 "bytes": sum(value.nbytes for value in layer.statistics.values()),
                 "dead": int(dead_blocks(self[name]).sum()),
                 "trace": traces[name],
             }
             if spectra:
-                spectrum = self.spectrum(name) if has_spectrum(self[name]) else None
-                record["condition"] = spectrum and spectrum.condition()
-                record["effective_rank"] = spectrum and spectrum.effective_rank()
-            note = self.notes[name]
-            fallbacks = {**self.retries[name], **note.get("fallbacks", {})}
-            records.append({**record, **note, "fallbacks": fallbacks})
+                values = None if _large_outputs(self[name]) else self.spectrum(name).values
+                record["condition"] = None if values is None else _condition(values)
+                record["effective_rank"] = None if values is None else _effective_rank(values)
+            records.append({**record, "fallbacks": {}, **self.notes.get(name, {})})
         return records
 
     def save(self, folder: str | Path) -> None:
@@ -305,53 +328,49 @@ def _inverse_by_sides(
 ) -> tuple[Kron, dict[str, Any]]:
     """(G + √λ/π)⁻¹ ⊗ (A + π√λ)⁻¹, and what Cholesky had to fall back on."""
     added = side_damping(operator, damping, relative)
-    inverses, rungs = [], Counter[str]()
-    for factor, value, side in zip(operator.factors, added, ("output", "input"), strict=True):
-        inverse, climbed = _inverse_side(factor, value, f"{side} side of layer {layer!r}")
-        inverses.append(inverse)
-        rungs.update(rung for rung in climbed if rung != "as given")
-    # zeros on one side make the product zero
-    inverses[1] = _zeroed(inverses[1], dead_blocks(operator))
+    fallbacks = Counter[str]()
+    inverses = [
+        _inverse_side(factor, value, f"the {side} side of layer {layer!r}", fallbacks)
+        for factor, value, side in zip(operator.factors, added, ("output", "input"), strict=True)
+    ]
+    # zeros on one side make the product zero; input sides are never low-rank
+    dead, side = dead_blocks(operator), inverses[1]
+    if bool(dead.any()) and isinstance(side, Diagonal):
+        inverses[1] = Diagonal(side.values.masked_fill(dead[:, None], 0.0))
+    elif bool(dead.any()):
+        inverses[1] = Dense(side.to_dense().masked_fill(dead[:, None, None], 0.0))
     numbers = [float(value.mean()) for value in added]
     return Kron(tuple(inverses)), {
         "power": -1.0,
         "damping": numbers[0] * numbers[1],
         "damping_output": numbers[0],
         "damping_input": numbers[1],
-        "fallbacks": dict(rungs),
+        "fallbacks": dict(fallbacks),
     }
 
 
-def _inverse_side(factor: Factor, damping: Tensor, what: str) -> tuple[Factor, tuple[str, ...]]:
+def _inverse_side(factor: Factor, damping: Tensor, what: str, fallbacks: Counter[str]) -> Factor:
     """`damping`: [B]"""
     if isinstance(factor, Dense):
         matrix = factor.matrix.clone()
         matrix.diagonal(0, 1, 2).add_(damping[:, None])
-        cholesky = factorize(matrix, name=f"the {what}")
+        cholesky = factorize(matrix, name=what)
+        fallbacks.update(rung for rung in cholesky.rungs if rung != "as given")
         # contiguous, as a saved one is loaded: products round alike
-        return CholeskyInverse(cholesky.lower.to(matrix.dtype).contiguous()), cholesky.rungs
+        return CholeskyInverse(cholesky.lower.to(matrix.dtype).contiguous())
     if isinstance(factor, Diagonal):
         values = factor.values + damping[:, None]
         if not bool((values > 0).all()):
-            raise ValueError(f"the {what} is singular; give a damping above 0")
-        return Diagonal(values.reciprocal()), ()
+            raise ValueError(f"{what} is singular; give a damping above 0")
+        return Diagonal(values.reciprocal())
     assert isinstance(factor, LowRank)
     try:
         if factor.diagonal.size(-1) > 1:  # a softmax, of one block as heads are
-            return factor.inverse(float(damping[0])), ()
+            return factor.inverse(float(damping[0]))
         diagonal = factor.diagonal + damping[:, None].to(factor.diagonal)
-        return LowRank(diagonal, factor.columns, factor.sign).inverse(), ()
+        return LowRank(diagonal, factor.columns, factor.sign).inverse()
     except ValueError as error:
-        raise ValueError(f"the {what}: {error}") from None
-
-
-def _zeroed(factor: Factor, blocks: Tensor) -> Factor:
-    if not bool(blocks.any()):
-        return factor
-    if isinstance(factor, CholeskyInverse):
-        return Dense(factor.to_dense().masked_fill(blocks[:, None, None], 0.0))
-    assert isinstance(factor, Diagonal)  # input sides are never low-rank
-    return Diagonal(factor.values.masked_fill(blocks[:, None], 0.0))
+        raise ValueError(f"{what}: {error}") from None
 
 
 def _check(damping: float, layers: Iterable[LayerCurvature]) -> None:
@@ -361,9 +380,9 @@ def _check(damping: float, layers: Iterable[LayerCurvature]) -> None:
     owners: dict[tuple[str, tuple[int, int] | None], str] = {}
     for layer in layers:
         for key, param in layer.layout.params.items():
-            other = owners.setdefault((param, layer.layout.rows.get(key)), layer.name)
-            if other != layer.name:
+            owner = owners.setdefault((param, layer.layout.rows.get(key)), layer.name)
+            if owner != layer.name:
                 raise ValueError(
-                    f"layers {other!r} and {layer.name!r} share {param!r}, and a sum's inverse "
+                    f"layers {owner!r} and {layer.name!r} share {param!r}, and a sum's inverse "
                     "is not that of its parts; fit with `layers` that name one of them"
                 )

@@ -1,25 +1,18 @@
 """Fit curvature: passes over data become statistics, one set a layer, on one process or several."""
 
 import json
-import warnings
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
-from itertools import zip_longest
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from isokron.curvature import softmax_head, statistics
+from isokron.curvature import statistics
 from isokron.curvature.backward import Passes, check_reached
 from isokron.curvature.curvature import Curvature, LayerCurvature
 from isokron.curvature.layers import Layer, Selection, find_layers
-from isokron.curvature.losses import CrossEntropy, Likelihood, Loss
-from isokron.curvature.softmax_head import GradientRows, Policy, check_finite, means_of
-from isokron.curvature.statistics import Sums, Uses, either, reduced
-from isokron.distributed.ownership import assign
+from isokron.curvature.losses import Likelihood, Loss
+from isokron.curvature.statistics import GradientRows, Sums, Uses, check_finite, either, means_of
 from isokron.distributed.ranks import Ranks
 from isokron.distributed.team import gather, share, together
 from isokron.linalg import eigh
@@ -28,7 +21,6 @@ METHODS = ("kfac", "ekfac", "tkfac", "shampoo")
 FISHERS = ("empirical", "sampled", "exact")
 SHARINGS = ("expand", "reduce")
 TERMS = "terms of the loss"  # no layer's name, under which these are summed
-MANY_PASSES = 1000  # backward passes a batch, from which on fisher="exact" is warned of
 MAX_TERMS = 8192  # of which gradients are kept in place of an output side
 WORKSPACE = 8  # copies of the largest matrix in a Cholesky inverse or an eigendecomposition
 
@@ -45,15 +37,12 @@ def fit(
     selection: Selection | None = None,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
-    strict: bool = False,
-    batch_dim: int = 0,
     policy: str | Mapping[str, str] = "none",
     rho: float = 0.75,
     t_max: int = MAX_TERMS,
     store: str = "auto",
     store_dtype: torch.dtype | None = None,
     ranks: Ranks | None = None,
-    memory: int | None = None,
 ) -> Curvature:
     """The Fisher of a model's layers, F ≈ Σ ∇∇ᵀ / M over examples, M the terms of the loss.
 
@@ -63,13 +52,11 @@ def fit(
         method: "kfac", "ekfac", "tkfac" or "shampoo".
         fisher: gradients of the data's labels ("empirical"), of labels drawn from the model
             ("sampled", by `seed` and the number of the batch, anew for EK-FAC's eigenvalues), or of
-            all labels ("exact", see `exact_cost`). The last two need a likelihood.
+            all labels ("exact"). The last two need a likelihood.
         sharing: positions that share a weight count one by one ("expand") or are taken together
             ("reduce") in the factors of K-FAC and TKFAC.
         layers: patterns of names. `selection`: layers chosen before, in their place.
         dtype: of the statistics.
-        strict: layers of unknown types are an error.
-        batch_dim: the dimension of inputs that counts examples.
         policy: an output side of o outputs is a covariance o×o ("none") or the T gradients it is
             made of, inverted by Woodbury: always ("all"), for more than 16,384 outputs ("hybrid"),
             or while T ≤ rho·o and T ≤ t_max ("auto"). More than `t_max` are refused. A mapping says
@@ -78,7 +65,6 @@ def fit(
             500 MB ("auto"); in `store_dtype`, by default `dtype`.
         ranks: processes that share the batches. Sums are added up in float64: the result is that of
             one process to the rounding of `dtype`, and to the bit for the same number of ranks.
-        memory: bytes; a fit whose `planned_bytes` exceed it is refused before any pass.
     """
     choices = {"method": (method, METHODS), "fisher": (fisher, FISHERS)}
     for argument, (value, allowed) in {**choices, "sharing": (sharing, SHARINGS)}.items():
@@ -86,56 +72,47 @@ def fit(
             raise ValueError(f"{argument} must be one of {allowed}, got {value!r}")
     _check_data(batches, loss, method, fisher, ranks)
     if selection is None:
-        head = "skip" if policy == "none" else "lowrank"
-        selection = find_layers(model, layers, head=head, strict=strict)
+        selection = find_layers(model, layers, head="skip" if policy == "none" else "lowrank")
     chosen = selection.layers
-    defaults = Policy("none", rho, t_max, store, store_dtype)
-    policies = _policies(policy, defaults, chosen, method, ranks)
+    policies = _policies(policy, [layer.name for layer in chosen], method, ranks)
     methods = dict.fromkeys(policies, method)
     if method == "ekfac":  # which needs all eigenvectors: layers that keep gradients are K-FAC
-        methods |= {name: "kfac" for name, rule in policies.items() if rule.name != "none"}
-    if memory is not None:
-        lowrank = [name for name, rule in policies.items() if rule.name == "all"]
-        planned = planned_bytes(chosen, method, dtype, lowrank=lowrank, terms=t_max)
-        _check_memory(planned, memory, chosen)
-    # the Fisher of a single layer that is a head has a closed form
-    if fisher == "exact" and type(loss) is CrossEntropy and len(chosen) > 1:
-        loss = _warning_of_cost(loss)
+        methods |= {name: "kfac" for name, rule in policies.items() if rule != "none"}
+    sums = {
+        name: Sums() if rule == "none" else GradientRows(name, rule, rho, t_max, store, store_dtype)
+        for name, rule in policies.items()
+    }
     # labels are drawn by the number of the batch: one process and several draw the same
     first = 0
     if ranks is not None:
         numbers = share(ranks, len(batches))  # type: ignore[arg-type]
         first, batches = numbers.start, batches[numbers.start : numbers.stop]  # type: ignore[index]
     passes = Passes(
-        model,
-        batches,
-        loss,
-        chosen,
-        fisher=fisher,
-        dtype=dtype,
-        seed=seed,
-        batch_dim=batch_dim,
-        first=first,
+        model, batches, loss, chosen, fisher=fisher, dtype=dtype, seed=seed, first=first
     )
-    fold = Fold(methods, fisher, sharing, policies)
+    fold = Fold(methods, fisher, sharing, sums)
     with together(ranks, "a pass over the data"):
         passes.over(fold.take, lambda: fold.end_batch(passes.count), check=False)
     like = torch.zeros((), dtype=dtype, device=next(model.parameters()).device)
+    # a layer without gradients is known only when all ranks have told theirs
     _reduce_(fold.sums, ranks, like)
-    terms = float(fold.sums.pop(TERMS)[TERMS])
-    check_reached(terms, [name for name, sums in fold.sums.items() if sums.empty()])
-    means = {name: means_of(name, fold.sums[name], terms, like) for name in list(fold.sums)}
-    retries: dict[str, dict[str, int]] = {}
+    terms = float(fold.sums[TERMS][TERMS])
+    idle = [layer for layer in chosen if fold.sums[layer.name].empty()]
+    check_reached(terms, idle)
+    with passes.plain():
+        for layer in idle:
+            fold.take(layer, _without_tokens(layer, like))
+        fold.end_batch(0.0)
+    means = {x.name: means_of(x.name, fold.sums[x.name], terms, like) for x in chosen}
     if method == "ekfac":
         dense = [layer for layer in chosen if "output" in means[layer.name]]
         corrected = [layer for layer in dense if methods[layer.name] == "ekfac"]
-        retries = _decompose_(means, corrected, ranks, like.device)
+        _decompose_(means, corrected, ranks, like.device)
         _correct_(means, corrected, passes, terms, ranks, like)
 
     def fitted(layer: Layer) -> LayerCurvature:
-        name, kind = layer.name, layer.view.kind
-        details = policies[name].name, terms, retries.get(name, {})
-        return LayerCurvature(name, methods[name], kind, layer.layout, means[name], *details)
+        name = layer.name
+        return LayerCurvature(name, methods[name], layer.layout, means[name], policies[name], terms)
 
     return Curvature([fitted(layer) for layer in chosen])
 
@@ -144,22 +121,20 @@ class Fold:
     """The sums of a first pass over the data, by layer."""
 
     def __init__(
-        self, methods: Mapping[str, str], fisher: str, sharing: str, policies: Mapping[str, Policy]
+        self, methods: Mapping[str, str], fisher: str, sharing: str, sums: Mapping[str, Sums]
     ) -> None:
         self.methods, self.fisher, self.sharing = methods, fisher, sharing
         self.waiting: dict[str, tuple[Layer, Uses]] = {}
-        self.sums = {TERMS: Sums({TERMS: torch.zeros((), dtype=torch.float64)})}
-        for name, policy in policies.items():
-            self.sums[name] = Sums() if policy.name == "none" else GradientRows(name, policy)
+        self.sums = {TERMS: Sums({TERMS: torch.zeros((), dtype=torch.float64)}), **sums}
 
     def take(self, layer: Layer, uses: Uses) -> None:
         """The uses of one layer in one backward pass, or in place of all of them, of a softmax."""
         sums, method = self.sums[layer.name], self.methods[layer.name]
         shared = self._shared(uses)
         if uses.kind == "softmax" and method in ("tkfac", "shampoo"):
-            softmax_head.traced_(sums, uses, self.sharing if method == "tkfac" else "expand")
+            statistics.softmax_traced_(sums, uses, self.sharing if method == "tkfac" else "expand")
         elif uses.kind == "softmax":
-            softmax_head.covariance_(sums, uses)
+            statistics.output_covariance_(sums, uses)
             self.waiting[layer.name] = layer, uses
         elif uses.kind == "diagonal":
             statistics.diagonal_(sums, uses, list(layer.layout.params))
@@ -182,7 +157,7 @@ class Fold:
         self.sums[TERMS][TERMS] += terms
 
     def _shared(self, uses: Uses) -> Uses:
-        return reduced(uses) if self.sharing == "reduce" else uses
+        return statistics.reduced(uses) if self.sharing == "reduce" else uses
 
 
 def _reduce_(layers: Mapping[str, Sums], ranks: Ranks | None, like: Tensor) -> None:
@@ -197,23 +172,17 @@ def _reduce_(layers: Mapping[str, Sums], ranks: Ranks | None, like: Tensor) -> N
             for rows in everyone:
                 for key, part in rows.items():
                     sums.gram(key, part.to(like.device))
-    shapes = {n: {key: list(value.shape) for key, value in s.items()} for n, s in layers.items()}
-    texts = ranks.gather_text(json.dumps(shapes))
-    for name, shared in _union(map(json.loads, texts)).items():
-        # a rank may have had no batch, or none that used the layer: it adds zeros
-        for key, shape in shared.items():
+    # a rank may have had no batch, or none that used a layer: it adds zeros
+    local = {n: {key: list(value.shape) for key, value in s.items()} for n, s in layers.items()}
+    shapes: dict[str, dict[str, list[int]]] = {name: {} for name in layers}
+    for text in ranks.gather_text(json.dumps(local)):
+        for name, of_layer in json.loads(text).items():
+            shapes[name].update(of_layer)
+    for name, of_layer in shapes.items():
+        for key, shape in of_layer.items():
             value = layers[name].pop(key, torch.zeros(shape)).to(ranks.near(like.device))
             total = ranks.all_reduce_(value.double(), what=f"the sum {key} of {name}")
             layers[name][key] = total if not shape else total.to(like)
-
-
-def _union(mappings: Iterable[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """{layer: {key: value}} of all ranks."""
-    union: dict[str, dict[str, Any]] = {}
-    for mapping in mappings:
-        for name, values in mapping.items():
-            union.setdefault(name, {}).update(values)
-    return union
 
 
 def _decompose_(
@@ -221,36 +190,26 @@ def _decompose_(
     layers: Sequence[Layer],
     ranks: Ranks | None,
     device: torch.device,
-) -> dict[str, dict[str, int]]:
-    """EK-FAC: eigenbases in place of both sides, each layer's by one rank; and retries of eigh."""
+) -> None:
+    """EK-FAC: eigenbases in place of both sides. Every rank has one layer at a time."""
     rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
-    costs = [layer.layout.shape[1] ** 3 + layer.layout.shape[2] ** 3 for layer in layers]
-    owners = assign(costs, [layer.name for layer in layers], [0.0] * size)
-    owned: list[list[str]] = [[] for _ in range(size)]
-    for layer, owner in zip(layers, owners, strict=True):
-        owned[owner].append(layer.name)
-    retries = {}
-    with together(ranks, "the eigenbases of layers"):
-        for name in owned[rank]:
-            counter = Counter[str]()
-            for side in ("output", "input"):
+    # ranks wait for each other: layers of about the same cost are decomposed together
+    names = [x.name for x in sorted(layers, key=lambda x: x.shape[1] ** 3 + x.shape[2] ** 3)]
+    for start in range(0, len(names), size):
+        group = names[start : start + size]
+        bases: dict[str, Tensor] = {}
+        with together(ranks, "the eigenbases of layers"):
+            for side in ("output", "input") if rank < len(group) else ():
                 # a side is freed before the next is decomposed
-                matrix = means[name].pop(side)
+                matrix = means[group[rank]].pop(side)
                 # columns of an embedding have no basis; contiguous as after `gather`, since
                 # products with another layout of memory round otherwise
                 if matrix.ndim == 3:
-                    means[name][f"basis.{side}"] = eigh(matrix, counter)[1].contiguous()
-            retries[name] = dict(counter)
-    if ranks is None:
-        return retries
-    # one layer of every rank at a time, which bounds the memory in flight
-    for names in zip_longest(*owned, fillvalue=""):
-        bases = gather(ranks, means[names[rank]] if names[rank] else {})
-        for name, tensors in zip(names, bases, strict=True):
-            if name:
-                means[name].clear()
-                means[name].update({key: basis.to(device) for key, basis in tensors.items()})
-    return _union(map(json.loads, ranks.gather_text(json.dumps(retries))))
+                    bases[f"basis.{side}"] = eigh(matrix)[1].contiguous()
+        everyone = [bases] if ranks is None else gather(ranks, bases)
+        for name, tensors in zip(group, everyone, strict=False):
+            means[name].clear()
+            means[name].update({key: basis.to(device) for key, basis in tensors.items()})
 
 
 def _correct_(
@@ -267,19 +226,31 @@ def _correct_(
     def take(layer: Layer, uses: Uses) -> None:
         if layer.name not in sums:
             return
-        bases = means[layer.name]["basis.output"], means[layer.name].get("basis.input")
-        if uses.kind == "softmax":
-            softmax_head.eigenvalues_(sums[layer.name], uses, bases)
+        left, right = means[layer.name]["basis.output"], means[layer.name].get("basis.input")
+        if uses.kind == "softmax" and right is not None:
+            statistics.softmax_eigenvalues_(sums[layer.name], uses, left, right)
         else:
-            statistics.eigenvalues_(sums[layer.name], uses, bases, layer.columns)
+            statistics.eigenvalues_(sums[layer.name], uses, (left, right), layer.columns)
 
     with together(ranks, "a second pass over the data"):
         passes.over(take, check=False)
     _reduce_(sums, ranks, like)
-    for name, values in sums.items():
+    for layer in layers:
+        name, values = layer.name, sums[layer.name]
+        if values.empty():
+            with passes.plain():
+                take(layer, _without_tokens(layer, like))
         total = values["columns"].mT if "columns" in values else values["eigenvalues"]
         means[name]["eigenvalues"] = (total / terms).contiguous()
         check_finite(name, means[name])
+
+
+def _without_tokens(layer: Layer, like: Tensor) -> Uses:
+    """The uses of an expert that no token was sent to: one gradient, of zeros."""
+    _, outputs, inputs = layer.shape
+    bias = layer.layout.bias
+    x, grads = like.new_zeros(1, 1, 1, inputs - bias), like.new_zeros(1, 1, 1, outputs)
+    return Uses(x, grads, layer.kind, bias=bias)
 
 
 def planned_bytes(
@@ -296,7 +267,7 @@ def planned_bytes(
     """
     sides = values = scaled = largest = 0
     for layer in layers:
-        (blocks, outputs, inputs), kind = layer.layout.shape, layer.view.kind
+        (blocks, outputs, inputs), kind = layer.shape, layer.kind
         low = layer.name in lowrank
         if kind == "diagonal" or (method == "ekfac" and not low):
             values += blocks * outputs * inputs
@@ -317,39 +288,10 @@ def planned_bytes(
     return {"statistics": held, "decompositions": inverses, "peak": peak}
 
 
-def exact_cost(outputs: Sequence[int]) -> int:
-    """Backward passes a batch with fisher="exact", of outputs [N, ..., classes]: one for each class
-    at each position."""
-    return outputs[-1] * prod(outputs[1:-1])
-
-
-def _warning_of_cost(loss: CrossEntropy) -> CrossEntropy:
-    """The loss, which warns before the first backward pass if very many are to follow."""
-    costs: list[int] = []
-
-    def forward(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        outputs, targets = loss.forward(model, batch)
-        costs.append(exact_cost(outputs.shape))
-        if len(costs) == 1 and costs[0] > MANY_PASSES:
-            warnings.warn(
-                f"fisher='exact' takes {costs[0]:,} backward passes a batch, one for each of "
-                f"{outputs.size(-1):,} classes at each position; fisher='sampled' takes one",
-                stacklevel=2,
-            )
-        return outputs, targets
-
-    return replace(loss, forward=forward)
-
-
 def _policies(
-    policy: str | Mapping[str, str],
-    defaults: Policy,
-    layers: Sequence[Layer],
-    method: str,
-    ranks: Ranks | None,
-) -> dict[str, Policy]:
+    policy: str | Mapping[str, str], names: Sequence[str], method: str, ranks: Ranks | None
+) -> dict[str, str]:
     """The policy of every layer."""
-    names = [layer.name for layer in layers]
     if method == "ekfac" and isinstance(policy, str) and policy != "none":
         raise ValueError(
             f"policy={policy!r} keeps gradients in place of the output side, and method='ekfac' "
@@ -365,18 +307,7 @@ def _policies(
         )
     if ranks is not None and "auto" in by_name.values():
         raise ValueError("policy='auto' is decided by one process; with ranks use 'all' or 'none'")
-    return {name: replace(defaults, name=by_name.get(name, "none")) for name in names}
-
-
-def _check_memory(planned: Mapping[str, int], memory: int, layers: Sequence[Layer]) -> None:
-    if planned["peak"] > memory:
-        largest = max(layers, key=lambda layer: planned_bytes([layer], "kfac")["peak"])
-        mib = {name: f"{size / 2**20:,.0f} MiB" for name, size in planned.items()}
-        raise ValueError(
-            f"fit needs {mib['peak']} at its peak (statistics {mib['statistics']}, decompositions "
-            f"{mib['decompositions']}), more than memory={memory / 2**20:,.0f} MiB; leave out "
-            f"large layers, first {largest.name!r}, or raise memory"
-        )
+    return {name: by_name.get(name, "none") for name in names}
 
 
 def _check_data(batches: Any, loss: Any, method: str, fisher: str, ranks: Ranks | None) -> None:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.backends import mha
 from torch.nn import functional
+from torch.nn.modules.conv import _ConvNd
 
-from isokron.curvature.layers import PARTS, Layer, all_layers, matches, parse_patterns
+from isokron.curvature.layers import PARTS, Layer, epsilon_of, find_layers
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,35 +34,24 @@ class Event:
 
 
 Sink = Callable[[Event], None]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
 
 
 @contextmanager
 def capture(
-    model: nn.Module,
-    layers: Iterable[str] | str | None = None,
-    *,
-    sink: Sink | None = None,
-    batch_dim: int = 0,
+    model: nn.Module, layers: Iterable[str] | str | None = None, *, sink: Sink | None = None
 ) -> Iterator[list[Event]]:
     """Observe the layers that `layers` names, or all of known types, within a context.
 
     The context is a list that fills in backward passes, or stays empty where a `sink` takes events.
-    A weight that is used several times has one event a use. Nothing is written onto modules, and
+    A weight that is used several times has one event a use. Patterns are those of `find_layers`;
+    of layers that share a weight, the first is observed. Nothing is written onto modules, and
     backward passes after the context has ended are not observed.
-
-    Args:
-        layers: patterns as of `find_layers`, here for any layer: embeddings, heads, tied weights.
-        batch_dim: the dimension of inputs that counts examples; all others but the last are
-            positions.
     """
-    candidates, _ = all_layers(model)
-    included, excluded = parse_patterns(layers, model, candidates)
-    wanted = [x for x in candidates if not included or matches(x.name, included)]
-    wanted = [x for x in wanted if not matches(x.name, excluded)]
-    if not wanted:
-        raise ValueError(f"no layer to observe in {type(model).__name__} with layers={layers!r}")
+    selection = find_layers(model, "*" if layers is None else layers, max_side=None)
     events: list[Event] = []
-    with Watcher(wanted, events.append if sink is None else sink, batch_dim):
+    with Watcher(selection.layers, events.append if sink is None else sink):
         yield events
 
 
@@ -73,8 +63,8 @@ class Watcher:
     use of a linear layer, where a list is set.
     """
 
-    def __init__(self, layers: list[Layer], sink: Sink, batch_dim: int = 0) -> None:
-        self.layers, self.sink, self.batch_dim = layers, sink, batch_dim
+    def __init__(self, layers: list[Layer], sink: Sink) -> None:
+        self.layers, self.sink = layers, sink
         self.calls: dict[str, int] = {}
         self.products: list[tuple[Layer, Tensor, Tensor, tuple[int, int]]] | None = None
         self.handles: list[Any] = []
@@ -84,22 +74,19 @@ class Watcher:
     def __enter__(self) -> "Watcher":
         self.on = True
         experts: dict[nn.Module, list[Layer]] = {}
-        try:
-            for layer in self.layers:
-                if layer.observed == "module":
-                    self._hook(layer.module, functools.partial(self._watch_module, layer))
-                elif layer.observed == "experts":
-                    experts.setdefault(layer.module, []).append(layer)
-            for module, layers in experts.items():
-                self._hook(module, functools.partial(self._watch_experts, layers))
-            # past this, whatever was entered is left again in __exit__
-            self.contexts.enter_context(_parts_called())
-            products = [layer for layer in self.layers if layer.observed == "product"]
-            if products:
-                self.contexts.enter_context(Projections(self, products))
-        except BaseException:
-            self.__exit__()
-            raise
+        hooks: list[tuple[nn.Module, Callable[..., None]]] = []
+        for layer in self.layers:
+            if layer.observed == "module":
+                hooks.append((layer.module, functools.partial(self._module_called, layer)))
+            elif layer.observed == "experts":
+                experts.setdefault(layer.module, []).append(layer)
+        for module, layers in experts.items():
+            hooks.append((module, functools.partial(self._experts_called, layers)))
+        self.handles = [m.register_forward_hook(hook, with_kwargs=True) for m, hook in hooks]
+        self.contexts.enter_context(_parts_called())
+        products = [layer for layer in self.layers if layer.observed == "product"]
+        if products:
+            self.contexts.enter_context(Projections(self, products))
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -109,23 +96,19 @@ class Watcher:
         self.handles.clear()
         self.contexts.close()
 
-    def _hook(self, module: nn.Module, take: Callable[..., None]) -> None:
-        def called(
-            _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any
-        ) -> None:
-            take(outputs, *args, *kwargs.values())
-
-        self.handles.append(module.register_forward_hook(called, with_kwargs=True))
-
-    def _watch_module(self, layer: Layer, outputs: Tensor, inputs: Tensor, *_: Any) -> None:
+    def _module_called(
+        self, layer: Layer, _: nn.Module, args: Args, kwargs: Kwargs, outputs: Tensor
+    ) -> None:
+        inputs = args[0] if args else next(iter(kwargs.values()))
         self.watch(layer, inputs, outputs)
         if self.products is not None and layer.is_linear:
             versions = inputs._version, outputs._version
             self.products.append((layer, inputs.detach(), outputs.detach(), versions))
 
-    def _watch_experts(
-        self, layers: list[Layer], outputs: Tensor, x: Tensor, index: Tensor, weights: Tensor
+    def _experts_called(
+        self, layers: list[Layer], _: nn.Module, args: Args, kwargs: Kwargs, outputs: Tensor
     ) -> None:
+        x, index, weights = *args, *kwargs.values()
         self._await(layers, x, outputs, functools.partial(expert_events, layers, x, index, weights))
 
     def watch(
@@ -133,19 +116,18 @@ class Watcher:
         layer: Layer,
         inputs: Tensor,
         outputs: Tensor,
-        batch_dim: int | None = None,
         part: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """Report this use of a layer when the gradient of its outputs is known.
 
-        part: takes the layer's part of that gradient, where the output has several.
+        part: makes the layer's outputs [N, ...] of `outputs`, where these are laid out otherwise
+            or belong to several layers.
         """
-        dim = self.batch_dim if batch_dim is None else batch_dim
-        view, x = layer.view, inputs.detach()
+        x = inputs.detach()
 
         def events(grad: Tensor) -> Iterator[Event]:
             grad = grad if part is None else part(grad)
-            yield Event(layer, view.inputs(x, dim), view.outputs(grad, dim))
+            yield Event(layer, inputs_of(layer, x), outputs_of(layer, grad))
 
         self._await([layer], inputs, outputs, events)
 
@@ -178,7 +160,59 @@ class Watcher:
                 for event in events(grad.detach()):
                     self.sink(event)
 
+        # on the tensor: a backward hook of a module would wrap what it returns
         outputs.register_hook(report)
+
+
+def inputs_of(layer: Layer, x: Tensor) -> Tensor:
+    """[B, N, S, i] without the one of a bias; an index is [B, N, S], −1 for none."""
+    module: Any = layer.module
+    if layer.kind == "index":
+        index = x.reshape(1, x.size(0) if x.ndim else 1, -1)
+        padding = module.padding_idx
+        return index if padding is None else index.masked_fill(index == padding, -1)
+    if layer.kind == "diagonal":
+        # y = w ⊙ x̂ + b, or (1 + w) ⊙ x̂, whose gradients are the same
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        if isinstance(module, nn.LayerNorm):
+            normalized = functional.layer_norm(x, module.normalized_shape, eps=module.eps)
+        elif isinstance(module, nn.GroupNorm):
+            normalized = functional.group_norm(x, module.num_groups, eps=module.eps)
+        else:
+            normalized = functional.rms_norm(x, module.weight.shape, eps=epsilon_of(module))
+        return outputs_of(layer, normalized)
+    return _patches(module, x) if isinstance(module, _ConvNd) else outputs_of(layer, x)
+
+
+def outputs_of(layer: Layer, y: Tensor) -> Tensor:
+    """[N, ..., o] → [B, N, S, o]. A vector is one position of one example."""
+    module: Any = layer.module
+    if isinstance(module, _ConvNd):
+        y = _batched(module, y).flatten(2).mT  # [N, S, channels]
+        return y.unflatten(2, (module.groups, -1)).movedim(2, 0)
+    if isinstance(module, nn.GroupNorm):
+        return y.reshape(*y.shape[:2], -1).mT[None]  # [1, N, S, channels]
+    if layer.kind == "diagonal":
+        y = y.flatten(-module.weight.ndim)
+    return y.reshape(1, len(y) if y.ndim > 1 else 1, -1, y.size(-1))
+
+
+def _patches(conv: _ConvNd, x: Tensor) -> Tensor:
+    """The input under the kernel at every position of the output: [groups, N, S, i]."""
+    mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
+    x = functional.pad(_batched(conv, x), conv._reversed_padding_repeated_twice, mode=mode)
+    sizes = zip(conv.kernel_size, conv.stride, conv.dilation, strict=True)
+    for dim, (width, step, gap) in enumerate(sizes, 2):
+        # unfold has all taps of a dilated kernel and those between them
+        x = x.unfold(dim, gap * (width - 1) + 1, step)[..., ::gap]
+    order = len(conv.kernel_size)
+    patches = x.movedim(1, 1 + order)  # [N, places..., channels, taps...]
+    flat = patches.flatten(1, order).flatten(2)  # [N, S, channels · taps]
+    return flat.unflatten(2, (conv.groups, -1)).movedim(2, 0)
+
+
+def _batched(conv: _ConvNd, x: Tensor) -> Tensor:
+    return x[None] if x.ndim == len(conv.kernel_size) + 1 else x
 
 
 def expert_events(
@@ -201,31 +235,29 @@ def expert_events(
             continue
         tokens = rows // slots
         inputs = x[tokens]
-        hidden = _product(module, up, expert, inputs)
+        bias = getattr(module, f"{up}_bias")[expert].detach() if module.has_bias else None
+        up_weight, down_weight = (
+            # [o, i], the layout of a linear layer
+            weight.detach().mT if module.is_transposed else weight.detach()
+            for weight in (getattr(module, up)[expert], module.down_proj[expert])
+        )
+        hidden = functional.linear(inputs, up_weight, bias)
         # only the gate is differentiated: the two products are known
         with torch.enable_grad():
             hidden.requires_grad_()
             gated = module._apply_gate(hidden) if module.has_gate else module.act_fn(hidden)
         grads = (grad[tokens] * weights.detach().flatten()[rows, None]).to(gated.dtype)
-        weight = module.down_proj[expert].detach()
-        gated_grads = grads @ (weight.mT if module.is_transposed else weight)
-        (hidden_grads,) = torch.autograd.grad(gated, hidden, gated_grads)
+        (hidden_grads,) = torch.autograd.grad(gated, hidden, grads @ down_weight)
         for layer, a, g in zip(pair, (inputs, gated.detach()), (hidden_grads, grads), strict=True):
             if layer is not None:
                 yield Event(layer, a[None, :, None], g[None, :, None], tokens, len(x))
 
 
-def _product(module: Any, part: str, expert: int, inputs: Tensor) -> Tensor:
-    weight = getattr(module, part)[expert].detach()
-    bias = getattr(module, f"{part}_bias")[expert].detach() if module.has_bias else None
-    return functional.linear(inputs, weight.mT if module.is_transposed else weight, bias)
-
-
-def by_example(event: Event, examples: int | None, terms: int = 0, batch_dim: int = 0) -> Event:
+def by_example(event: Event, examples: int | None, terms: int = 0) -> Event:
     """An event with as many examples as the batch.
 
-    Layers that see flattened tokens have N·S rows, example by example (or position by position,
-    where examples are the second dimension); experts have those routed to them.
+    Layers that see flattened tokens have N·S rows, example by example; experts have those routed to
+    them, which come side by side by example, with zeros up to the longest.
     """
     rows = event.grads.size(1)
     if examples is None or (event.tokens is None and rows == examples):
@@ -239,32 +271,25 @@ def by_example(event: Event, examples: int | None, terms: int = 0, batch_dim: in
             f"example; give it an input for every example, or leave it out by layers='!{name}'"
         )
     if event.tokens is None:
-        split = (examples, -1) if batch_dim == 0 else (-1, examples)
-
-        def regrouped(x: Tensor) -> Tensor:
-            x = x.unflatten(1, split)
-            return (x if batch_dim == 0 else x.transpose(1, 2)).flatten(2, 3)
-
-        return replace(event, inputs=regrouped(event.inputs), grads=regrouped(event.grads))
-    # rows of one example side by side, and zeros up to the longest
-    tokens, length = event.tokens, count // examples
-    owner, position = tokens // length, tokens % length
-    if batch_dim:
-        owner, position = tokens % examples, tokens // examples
-    order = owner.argsort(stable=True)
-    sizes = torch.bincount(owner, minlength=examples)
-    place = torch.arange(rows, device=owner.device) - (sizes.cumsum(0) - sizes)[owner[order]]
-    mask = torch.arange(int(sizes.max()), device=owner.device) < sizes[:, None]  # [N, S]
+        inputs, grads = (
+            x.flatten(1, 2).unflatten(1, (examples, -1)) for x in (event.inputs, event.grads)
+        )
+        return replace(event, inputs=inputs, grads=grads)
+    length = count // examples
+    # tokens are in rising order, so that those of an example are neighbours
+    example = event.tokens // length
+    sizes = torch.bincount(example, minlength=examples)
+    place = torch.arange(rows, device=example.device) - (sizes.cumsum(0) - sizes)[example]
+    shape = (examples, int(sizes.max()))
 
     def filled(x: Tensor) -> Tensor:
-        outputs = x.new_zeros(len(x), *mask.shape, x.size(-1))
-        outputs[:, owner[order], place] = x[:, order, 0]
-        return outputs
+        padded = x.new_zeros(len(x), *shape, x.size(-1))
+        padded[:, example, place] = x[:, :, 0]
+        return padded
 
-    positions = tokens.new_full(mask.shape, -1)
-    positions[owner[order], place] = position[order]
-    parts = filled(event.inputs), filled(event.grads)
-    return Event(event.layer, *parts, positions, length)
+    positions = event.tokens.new_full(shape, -1)
+    positions[example, place] = event.tokens % length
+    return Event(event.layer, filled(event.inputs), filled(event.grads), positions, length)
 
 
 def without_autocast(device: str) -> AbstractContextManager[Any]:
@@ -333,37 +358,39 @@ class Projections:
                 if weight is module.weight:
                     self.watcher.watch(next(iter(layers.values())), inputs, outputs)
                     return
-            elif weight is module.out_proj.weight:
-                if "out_proj" in layers:
-                    turned = functools.partial(_examples_first, count=self.examples[module])
-                    self.watcher.watch(layers["out_proj"], turned(inputs), outputs, 0, turned)
+                continue
+            parts = _projections(module, weight)
+            # the output projection sees one dimension for both, and cannot tell examples apart
+            if parts and parts != ("out_proj",):
+                self.examples[module] = inputs.size(1)
+            width = len(weight) // max(1, len(parts))
+            for i, part in enumerate(parts):
+                if part in layers:
+                    count = self.examples[module]
+                    turned = functools.partial(
+                        _examples_first, count=count, first=i * width, width=width
+                    )
+                    self.watcher.watch(
+                        layers[part], _examples_first(inputs, count), outputs, turned
+                    )
+            if parts:
                 return
-            else:
-                size = module.embed_dim
-                for first, part in enumerate(PARTS):
-                    rows = _rows(module, part, weight)
-                    for i in range(rows // size):
-                        self.examples[module] = inputs.size(1)
-                        layer = layers.get(PARTS[first + i])
-                        columns = functools.partial(
-                            torch.narrow, dim=-1, start=i * size, length=size
-                        )
-                        if layer is not None:
-                            self.watcher.watch(layer, inputs, outputs, 1, columns)
-                    if rows:
-                        return
 
 
-def _examples_first(x: Tensor, count: int) -> Tensor:
-    return x.unflatten(0, (-1, count)).movedim(1, 0)
+def _examples_first(x: Tensor, count: int, first: int = 0, width: int | None = None) -> Tensor:
+    """[S, N, d] or [S · N, d] → [N, S, d], of `width` columns from `first` on."""
+    x = x if x.ndim == 3 else x.unflatten(0, (-1, count))
+    return x[..., first : None if width is None else first + width].transpose(0, 1)
 
 
-def _rows(module: nn.MultiheadAttention, part: str, weight: Tensor) -> int:
-    """How many rows of a module's projections this weight has, if its first are those of `part`."""
+def _projections(module: nn.MultiheadAttention, weight: Tensor) -> tuple[str, ...]:
+    """Which of a module's projections this weight has, one after the other."""
+    if weight is module.out_proj.weight:
+        return ("out_proj",)
     packed = module.in_proj_weight
     if packed is None:
-        return len(weight) if weight is getattr(module, f"{part}_proj_weight") else 0
-    start = PARTS.index(part) * module.embed_dim
-    same = weight is packed or weight._base is packed
-    offset = weight.storage_offset() - packed.storage_offset()
-    return len(weight) if same and offset == start * packed.stride(0) else 0
+        return tuple(p for p in PARTS if weight is getattr(module, f"{p}_proj_weight"))
+    if weight is not packed and weight._base is not packed:
+        return ()
+    row = (weight.storage_offset() - packed.storage_offset()) // packed.stride(0)
+    return PARTS[row // module.embed_dim :][: len(weight) // module.embed_dim]

@@ -1,18 +1,24 @@
-"""Which layers of a model have curvature, and why the others have not."""
+"""The layers of a model as matrices: which have curvature, and why the others have not.
+
+A layer is y = W ā. W is [B, o, i], a bias its last column: B blocks that do not mix, such as the
+groups of a convolution.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-
-from isokron.curvature.packing import Layout, View, view_of
 
 PARTS = ("q", "k", "v")  # of the packed projection of nn.MultiheadAttention
 MAX_SIDE = 8192  # a larger side makes a matrix of more than 256 MB
+NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
+RMS_NORMS = ("RMSNorm", "T5LayerNorm")  # ends of the class names of transformers' own norms
+EPSILONS = ("eps", "variance_epsilon", "epsilon")
 KNOWN = (
     "Linear, Conv1d to Conv3d, Embedding, MultiheadAttention, LayerNorm, GroupNorm, RMSNorm and "
     "transformers' Conv1D, norms, routers and experts"
@@ -20,6 +26,72 @@ KNOWN = (
 Names = Mapping[Tensor, str]  # of parameters
 # name, type and sizes by parameter of a module whose curvature is not known
 Unknown = tuple[str, str, dict[str, int]]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a layer's parameters make a matrix [B, o, i], a bias its last column.
+
+    kind: inputs are "dense", or the "index" of a column, as in an embedding; "diagonal" where every
+        weight has an input and an output of its own, as in a norm.
+    params: names of "weight" and "bias" in the model; shapes: their shapes in this layer.
+    transposed: the weight is [i, o]. groups: B, of a convolution.
+    rows: first and last row, for parameters that several layers share.
+    """
+
+    kind: str
+    params: dict[str, str]
+    shapes: dict[str, tuple[int, ...]]
+    transposed: bool = False
+    groups: int = 1
+    rows: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def bias(self) -> bool:
+        return "bias" in self.params
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(B, o, i), the column of a bias included."""
+        if self.kind == "diagonal":
+            return 1, len(self.params), prod(self.shapes[next(iter(self.params))])
+        first, *sizes = self.shapes["weight"]
+        if self.transposed:
+            return 1, sizes[0], first + self.bias
+        return self.groups, first // self.groups, prod(sizes) + self.bias
+
+    def part(self, key: str, tensor: Tensor) -> Tensor:
+        """The layer's rows of a parameter, as a view."""
+        return tensor[slice(*self.rows[key])] if key in self.rows else tensor
+
+
+def pack(layout: Layout, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Tensors shaped like parameters, by the model's names, as one batch of matrices [B, o, i]."""
+    parts = {
+        key: layout.part(key, tensors[name]).reshape(layout.shapes[key])
+        for key, name in layout.params.items()
+    }
+    if layout.kind == "diagonal":
+        return torch.stack([value.flatten() for value in parts.values()])[None]
+    weight = parts["weight"]
+    if layout.transposed:
+        matrix = weight.mT[None]
+    else:
+        matrix = weight.reshape(layout.groups, len(weight) // layout.groups, -1)
+    if not layout.bias:
+        return matrix
+    return torch.cat([matrix, parts["bias"].reshape(*matrix.shape[:2], 1)], 2)
+
+
+def unpack(layout: Layout, matrix: Tensor) -> dict[str, Tensor]:
+    """The inverse of `pack`, by the keys "weight" and "bias"."""
+    shapes = layout.shapes
+    if layout.kind == "diagonal":
+        return {key: row.reshape(shapes[key]) for key, row in zip(shapes, matrix[0], strict=True)}
+    weight = matrix[..., :-1] if layout.bias else matrix
+    weight = weight[0].mT if layout.transposed else weight
+    parts = {"weight": weight.reshape(shapes["weight"])}
+    return {**parts, "bias": matrix[..., -1].flatten()} if layout.bias else parts
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,14 +104,13 @@ class Layer:
 
     name: str
     module: nn.Module
-    view: View
     layout: Layout
     observed: str = "module"
 
     @property
     def kind(self) -> str:
-        """ "dense", "index" or "diagonal": see View."""
-        return self.view.kind
+        """ "dense", "index" or "diagonal": see Layout."""
+        return self.layout.kind
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -57,7 +128,8 @@ class Layer:
 
     @property
     def is_linear(self) -> bool:
-        return type(self.view) is View and self.observed == "module"
+        dense = self.kind == "dense" and self.observed == "module"
+        return dense and not isinstance(self.module, nn.modules.conv._ConvNd)
 
 
 @dataclass(frozen=True)
@@ -111,7 +183,6 @@ def find_layers(
     *,
     max_side: int | None = MAX_SIDE,
     head: str = "skip",
-    strict: bool = False,
 ) -> Selection:
     """The layers of a model whose curvature is to be known.
 
@@ -123,22 +194,18 @@ def find_layers(
         max_side: most inputs and outputs of a layer; None for no limit.
         head: "lowrank" takes in linear layers of more than `max_side` outputs, "skip" only those
             that a pattern without wildcards names.
-        strict: modules of unknown types that have parameters are an error.
     """
     if head not in ("skip", "lowrank"):
         raise ValueError(f"head must be 'skip' or 'lowrank', got {head!r}")
     layers, unknown = all_layers(model)
-    if strict and unknown:
-        names = ", ".join(f"{name} ({kind})" for name, kind, _ in unknown)
-        raise ValueError(f"curvature of {names} is not known; use strict=False to leave them out")
-    included, excluded = parse_patterns(patterns, model, layers)
+    included, excluded = _parse_patterns(patterns, model, layers)
     reasons: dict[str, str] = {}
     for layer in layers:
         large = _large(layer, max_side)
         is_head = layer.is_linear and large.endswith("outputs")
-        if matches(layer.name, excluded):
+        if _matches(layer.name, excluded):
             reasons[layer.name] = "excluded"
-        elif included and not matches(layer.name, included):
+        elif included and not _matches(layer.name, included):
             reasons[layer.name] = "not named in layers"
         # a pattern such as "*" does not ask for a matrix of vocabulary by vocabulary
         elif is_head and head == "skip" and layer.name not in included:
@@ -200,7 +267,7 @@ def _sizes(layer: Layer) -> dict[str, int]:
     return {f"{name}{rows.get(key, '')}": prod(shapes[key]) for key, name in params.items()}
 
 
-def parse_patterns(
+def _parse_patterns(
     patterns: str | Iterable[str] | None, model: nn.Module, layers: Sequence[Layer]
 ) -> tuple[list[str], list[str]]:
     """Patterns that include and that exclude; each must match a module or a layer."""
@@ -221,7 +288,7 @@ def parse_patterns(
     return [part for part in parts if not part.startswith("!")], excluded
 
 
-def matches(name: str, patterns: Sequence[str]) -> bool:
+def _matches(name: str, patterns: Sequence[str]) -> bool:
     """Whether a pattern matches a layer or a module around it."""
     parts = name.split(".")
     around = [".".join(parts[: i + 1]) for i in range(len(parts))]
@@ -248,16 +315,17 @@ def all_layers(model: nn.Module) -> tuple[list[Layer], list[Unknown]]:
             continue
         params = dict(module.named_parameters(recurse=False))
         if isinstance(module, nn.MultiheadAttention):
+            # out_proj is an nn.Linear that is never called: attention takes its weight
             inside |= set(module.modules())
             layers += _attention(name, module, names)
             params = {key: params[key] for key in ("bias_k", "bias_v") if key in params}
         # weights that are not floating-point are quantized, and have no gradient
         elif params and all(param.is_floating_point() for param in params.values()):
-            view = view_of(module)
-            if view is not None:
-                layers.append(_layer(name, module, view, "module", params, names))
+            kind = _kind(module)
+            if kind is not None:
+                layers.append(_layer(name, module, kind, "module", params, names))
             elif _is_router(module, params):
-                layers.append(_layer(name, module, View(), "product", params, names))
+                layers.append(_layer(name, module, "dense", "product", params, names))
             elif _is_experts(module):
                 layers += _experts(name, module, names)
             params = params if not layers or layers[-1].module is not module else {}
@@ -267,39 +335,31 @@ def all_layers(model: nn.Module) -> tuple[list[Layer], list[Unknown]]:
     return layers, unknown
 
 
-def _layer(
-    name: str,
-    module: nn.Module,
-    view: View,
-    observed: str,
-    params: Mapping[str, Tensor],
-    names: Names,
-    rows: Mapping[str, tuple[int, int]] | None = None,
-) -> Layer:
-    """rows: of parameters that several layers share; one row of three dimensions is a matrix."""
-    rows = dict(rows or {})
-    shapes = {}
-    for key, param in params.items():
-        count = rows[key][1] - rows[key][0] if key in rows else len(param)
-        stacked = observed == "experts"
-        shapes[key] = tuple(param.shape[1:]) if stacked else (count, *param.shape[1:])
-    keys = {key: names[param] for key, param in params.items()}
-    layout = Layout(view.form, keys, shapes, view.groups, rows)
-    return Layer(name.removeprefix("."), module, view, layout, observed)
+def _kind(module: nn.Module) -> str | None:
+    """The kind of layer that a module of a known type is."""
+    if isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d) or _is_conv1d(module):
+        return "dense"
+    # a subclass that scales its rows has gradients other than those of a table
+    if type(module).forward is nn.Embedding.forward:
+        return "index"
+    return "diagonal" if isinstance(module, NORMS) or _is_rms_norm(module) else None
 
 
-def _attention(name: str, module: nn.MultiheadAttention, names: Names) -> list[Layer]:
-    """Query, key and value projections, packed or not, and the projection of the output."""
-    packed, bias = module.in_proj_weight is not None, module.in_proj_bias
-    layers = []
-    for i, part in enumerate(PARTS):
-        weight = getattr(module, "in_proj_weight" if packed else f"{part}_proj_weight")
-        params = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
-        cut = (i * module.embed_dim, (i + 1) * module.embed_dim)
-        rows = {key: cut for key in params if packed or key == "bias"}
-        layers.append(_layer(f"{name}.{part}", module, View(), "product", params, names, rows))
-    out = dict(module.out_proj.named_parameters())
-    return [*layers, _layer(f"{name}.out_proj", module, View(), "product", out, names)]
+def _is_conv1d(module: nn.Module) -> bool:
+    """transformers' linear layer, with a weight [i, o]."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def _is_rms_norm(module: nn.Module) -> bool:
+    """transformers has a class for every architecture, with a weight and an epsilon."""
+    names = [name for name, _ in module.named_parameters()]
+    by_name = type(module).__name__.endswith(RMS_NORMS)
+    return by_name and names == ["weight"] and epsilon_of(module) is not None
+
+
+def epsilon_of(norm: nn.Module) -> float | None:
+    values = (getattr(norm, name, None) for name in EPSILONS)
+    return next((value for value in values if isinstance(value, float)), None)
 
 
 def _is_router(module: nn.Module, params: Mapping[str, Tensor]) -> bool:
@@ -314,9 +374,49 @@ def _is_experts(module: nn.Module) -> bool:
     return stacked and not getattr(module, "has_post_expert_norm", True)
 
 
+def _layer(
+    name: str,
+    module: Any,
+    kind: str,
+    observed: str,
+    params: Mapping[str, Tensor],
+    names: Names,
+    rows: Mapping[str, tuple[int, int]] | None = None,
+) -> Layer:
+    """rows: of parameters that several layers share; one row of three dimensions is a matrix."""
+    rows = dict(rows or {})
+    shapes = {}
+    for key, param in params.items():
+        count = rows[key][1] - rows[key][0] if key in rows else len(param)
+        first = () if observed == "experts" else (count,)
+        shapes[key] = (*first, *param.shape[1:])
+    layout = Layout(
+        kind,
+        {key: names[param] for key, param in params.items()},
+        shapes,
+        transposed=kind == "index" or _is_conv1d(module) or getattr(module, "is_transposed", False),
+        groups=module.groups if isinstance(module, nn.modules.conv._ConvNd) else 1,
+        rows=rows,
+    )
+    return Layer(name.removeprefix("."), module, layout, observed)
+
+
+def _attention(name: str, module: nn.MultiheadAttention, names: Names) -> list[Layer]:
+    """Query, key and value projections, packed or not, and the projection of the output."""
+    packed, bias = module.in_proj_weight is not None, module.in_proj_bias
+    layers = []
+    for i, part in enumerate(PARTS):
+        weight = getattr(module, "in_proj_weight" if packed else f"{part}_proj_weight")
+        params = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+        cut = (i * module.embed_dim, (i + 1) * module.embed_dim)
+        rows = {key: cut for key in params if packed or key == "bias"}
+        layers.append(_layer(f"{name}.{part}", module, "dense", "product", params, names, rows))
+    out = dict(module.out_proj.named_parameters())
+    return [*layers, _layer(f"{name}.out_proj", module, "dense", "product", out, names)]
+
+
 def _experts(name: str, module: Any, names: Names) -> list[Layer]:
     """The two products of every expert, [E, o, i] or, transposed, [E, i, o] in one parameter."""
-    view = View("columns" if module.is_transposed else "rows")
     layers = []
     for expert in range(len(module.down_proj)):
         for part in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj"):
@@ -325,5 +425,5 @@ def _experts(name: str, module: Any, names: Names) -> list[Layer]:
                 params["bias"] = getattr(module, f"{part}_bias")
             rows = dict.fromkeys(params, (expert, expert + 1))
             title = f"{name}.{expert}.{part}"
-            layers.append(_layer(title, module, view, "experts", params, names, rows))
+            layers.append(_layer(title, module, "dense", "experts", params, names, rows))
     return layers

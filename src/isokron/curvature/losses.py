@@ -36,12 +36,8 @@ class Likelihood(Protocol):
 
     def terms(self, outputs: Tensor, targets: Tensor) -> Tensor: ...
 
-    def draw(self, outputs: Tensor, uniform: Tensor) -> Tensor:
-        """Targets from p(· | outputs), made of uniform numbers in the shape of `drawn`."""
-        ...
-
-    def drawn(self, outputs: Tensor) -> torch.Size:
-        """The shape of the uniform numbers that targets are drawn with."""
+    def draw(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
+        """Targets from p(· | outputs). The generator is on the host, and so are its numbers."""
         ...
 
     def roots(self, outputs: Tensor) -> Iterator[Tensor]:
@@ -66,9 +62,6 @@ class _Entries:
                 f"{tuple(targets.shape)}; give targets[:, None] where there is one output"
             )
         return torch.ones(targets.shape[:-1], device=targets.device)
-
-    def drawn(self, outputs: Tensor) -> torch.Size:
-        return outputs.shape
 
     def terms(self, outputs: Tensor, targets: Tensor) -> Tensor:
         raise NotImplementedError
@@ -103,18 +96,14 @@ class CrossEntropy(_Entries):
         """Terms and ∂term/∂outputs = p − e_target, without a graph; ignored targets have any."""
         logs = _wide(outputs).log_softmax(-1).view(-1, outputs.size(-1))
         labels = targets.flatten()
-        if len(logs) != len(labels):
-            raise ValueError(f"targets must be one a term, got {len(labels)} for {len(logs)}")
         losses = functional.nll_loss(logs, labels, ignore_index=self.ignore_index, reduction="none")
         slopes = logs.exp_()
         hit = labels.where(labels != self.ignore_index, 0)[:, None]
         slopes.scatter_add_(1, hit, slopes.new_full((), -1).expand_as(hit))
         return losses.view(targets.shape), slopes.view_as(outputs).to(outputs.dtype)
 
-    def drawn(self, outputs: Tensor) -> torch.Size:
-        return outputs.shape[:-1]
-
-    def draw(self, outputs: Tensor, uniform: Tensor) -> Tensor:
+    def draw(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
+        uniform = _uniform(outputs[..., 0], generator)
         below = outputs.double().softmax(-1).cumsum(-1)
         last = outputs.size(-1) - 1
         return torch.searchsorted(below, uniform.unsqueeze(-1)).squeeze(-1).clamp_max(last)
@@ -135,9 +124,9 @@ class SquaredError(_Entries):
     def terms(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return (_wide(outputs) - targets).square().sum(-1)
 
-    def draw(self, outputs: Tensor, uniform: Tensor) -> Tensor:
+    def draw(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
         # erfinv of a uniform number in (−1, 1) is a normal of variance ½
-        inside = (2 * uniform - 1).clamp(-1 + 1e-15, 1 - 1e-15)
+        inside = (2 * _uniform(outputs, generator) - 1).clamp(-1 + 1e-15, 1 - 1e-15)
         return outputs + torch.erfinv(inside).to(outputs.dtype)
 
     def second(self, outputs: Tensor) -> Tensor:
@@ -155,12 +144,17 @@ class BinaryCrossEntropy(_Entries):
         )
         return losses.sum(-1)
 
-    def draw(self, outputs: Tensor, uniform: Tensor) -> Tensor:
-        return (uniform < outputs.sigmoid()).to(outputs.dtype)
+    def draw(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
+        return (_uniform(outputs, generator) < outputs.sigmoid()).to(outputs.dtype)
 
     def second(self, outputs: Tensor) -> Tensor:
         p = outputs.sigmoid()
         return p * (1 - p)
+
+
+def _uniform(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Uniform numbers, drawn on the host: the same on every device."""
+    return torch.rand(like.shape, generator=generator, dtype=torch.float64).to(like.device)
 
 
 def _wide(outputs: Tensor) -> Tensor:

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from isokron._version import __version__
 from isokron.curvature.curvature import Curvature, LayerCurvature
-from isokron.curvature.packing import Layout
+from isokron.curvature.layers import Layout, all_layers
 from isokron.files import write_atomically
 from isokron.operators import CholeskyInverse, Dense, Diagonal, Kron, KronEigen, LowRank
 
-FORMAT = 3
+FORMAT = 4
 INDEX = "curvature.json"
 FILE_BYTES = 2**28  # tensors of one file, which is in memory twice while it is written or read
 REMEDY = "delete the folder and run `isokron fit` again"
@@ -84,27 +84,16 @@ def load_curvature(folder: str | Path, model: nn.Module | None = None) -> Curvat
 
 def _check_against(curvature: Curvature, model: nn.Module) -> None:
     """Refuse layers that the model does not have, or has in another shape."""
-    params = dict(model.named_parameters())
-    for layer in curvature.layers.values():
-        layout = layer.layout
-        shapes: dict[str, tuple[int, ...] | None] = {}
-        for key, name in layout.params.items():
-            shapes[name] = layout.shapes[key]
-            rows = slice(*layout.rows.get(key, (None,)))
-            # a matrix of a stack is one of its rows
-            if name in params and params[name][rows].shape in (
-                shapes[name],
-                (1, *layout.shapes[key]),
-            ):
-                del shapes[name]
-        bias = layout.params.get("weight", "").removesuffix("weight") + "bias"
-        if bias in params and not layout.bias:
-            shapes[bias] = None
-        for name, shape in shapes.items():
-            actual = tuple(params[name].shape) if name in params else None
+    layouts = {layer.name: layer.layout for layer in all_layers(model)[0]}
+    for name, layer in curvature.layers.items():
+        if layer.layout != layouts.get(name):
+            saved, actual = (
+                layout and {param: layout.shapes[key] for key, param in layout.params.items()}
+                for layout in (layer.layout, layouts.get(name))
+            )
             raise ValueError(
-                f"layer {layer.name!r}: {name!r} has shape {shape} in the checkpoint and {actual} "
-                "in the model; load it with the model it was fitted to"
+                f"layer {name!r} is {saved} in the checkpoint and {actual} in the model; load it "
+                "with the model it was fitted to"
             )
 
 

@@ -7,11 +7,15 @@ With ā = [a; 1] where there is a bias and g̃ the gradient of a loss term, M th
     Shampoo   L = Σ ∇∇ᵀ/M,  R = Σ ∇ᵀ∇/M, ∇ of an example  F ≈ L ⊗ R / tr R
     EK-FAC    Λ = Σ (Q_Gᵀ∇Q_A)^{⊙2}/M in K-FAC's bases
 
+Where logits are a linear layer's outputs themselves, the Hessian of a term in them is
+H = diag(p) − ppᵀ, which takes no backward pass. Term by term it stands for g̃g̃ᵀ, and tr H for |g̃|².
+
 Martens & Grosse 1503.05671, George et al. 1806.03884, Gao et al. 2011.10741, Gupta et al.
 1802.09568, Morwani et al. 2406.17748; shared weights: Eschenhagen et al. 2311.00636.
 """
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,9 +23,9 @@ from torch import Tensor
 
 from isokron.curvature.hooks import Event
 from isokron.linalg import gram_, mirror_
+from isokron.operators import centered_factor, storage_device, store, woodbury_policy
 
 CHUNK = 2**20  # entries of per-example gradients held at a time, which stay in a shared cache
-
 SQUARE = ("input", "output", "softmax")  # sums of which only the lower half is computed
 
 
@@ -68,27 +72,25 @@ class Uses:
 
 def joined(events: Sequence[Event], dtype: torch.dtype, counted: Tensor | None) -> Uses:
     """The uses of one weight side by side, as if they were positions of one."""
-    site, view = events[0].layer, events[0].layer.view
+    layer = events[0].layer
     sizes = sorted({event.grads.size(1) for event in events})
     if len(sizes) > 1:
         raise ValueError(
-            f"layer {site.name!r} was used on {' and on '.join(map(str, sizes))} examples in one "
+            f"layer {layer.name!r} was used on {' and on '.join(map(str, sizes))} examples in one "
             "batch; give it as many at every use, or leave it out of `layers`"
         )
-    inputs = _beside([event.inputs for event in events])
-    grads = _beside([event.grads for event in events]).to(dtype)
-    masks = None if counted is None else [_where(counted, event) for event in events]
-    if view.kind != "index":
+    inputs, grads = events[0].inputs, events[0].grads
+    if len(events) > 1:
+        inputs = torch.cat([event.inputs for event in events], 2)
+        grads = torch.cat([event.grads for event in events], 2)
+    if layer.kind != "index":
         inputs = inputs.to(dtype)
-    bias = view.kind == "dense" and site.layout.bias
-    counted = None if masks is None else torch.cat(masks, 1)
+    if counted is not None:
+        counted = torch.cat([_where(counted, event) for event in events], 1)
     routed = [event.tokens for event in events if event.tokens is not None]
     positions = torch.cat(routed, 1) if routed and routed[0].ndim == 2 else None
-    return Uses(inputs, grads, view.kind, counted, bias, positions, events[0].count)
-
-
-def _beside(parts: list[Tensor]) -> Tensor:
-    return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
+    bias = layer.kind == "dense" and layer.layout.bias
+    return Uses(inputs, grads.to(dtype), layer.kind, counted, bias, positions, events[0].count)
 
 
 def _where(counted: Tensor, event: Event) -> Tensor:
@@ -105,13 +107,14 @@ def _where(counted: Tensor, event: Event) -> Tensor:
     return torch.ones_like(reached)
 
 
-def either(one: Uses | None, other: Uses) -> Uses:
+def either(before: Uses | None, uses: Uses) -> Uses:
     """Of two passes back through the same uses: the positions that count in one of them."""
-    if one is None or one.grads.size(2) < other.grads.size(2):
-        return other
-    if one.counted is None or other.counted is None or one.counted.shape != other.counted.shape:
-        return one
-    return replace(one, counted=one.counted | other.counted)
+    if before is None or before.grads.size(2) < uses.grads.size(2):
+        return uses
+    masks = before.counted, uses.counted
+    if masks[0] is None or masks[1] is None or masks[0].shape != masks[1].shape:
+        return before
+    return replace(before, counted=masks[0] | masks[1])
 
 
 def reduced(uses: Uses) -> Uses:
@@ -138,6 +141,7 @@ class Sums(dict[str, Tensor]):
 
     def gram(self, name: str, rows: Tensor) -> None:
         """Add XᵀX, its lower half: `mirrored` has both. [B, n, d]"""
+        # the other half is the same by symmetry, and would double the work of every batch
         blocks, _, size = rows.shape
         if name not in self:
             self[name] = rows.new_zeros(blocks, size, size)
@@ -159,7 +163,7 @@ def covariances_(sums: Sums, uses: Uses, columns: int) -> None:
 
 
 def output_covariance_(sums: Sums, uses: Uses) -> None:
-    sums.gram("output", uses.places()[1])
+    sums.gram("softmax" if uses.kind == "softmax" else "output", uses.places()[1])
 
 
 def input_covariance_(sums: Sums, uses: Uses, columns: int) -> None:
@@ -235,8 +239,27 @@ def diagonal_(sums: Sums, uses: Uses, rows: Sequence[str]) -> None:
     """Squares of the gradients of examples, of weights that have one input and output each."""
     grads = {"weight": (uses.grads * uses.inputs).sum(2), "bias": uses.grads.sum(2)}  # [1, N, d]
     squares = torch.stack([grads[row].square().sum(1) for row in rows], 1)  # [1, rows, d]
-    total = sums.into("eigenvalues", squares)
-    total += squares
+    sums.into("eigenvalues", squares).add_(squares)
+
+
+def softmax_traced_(sums: Sums, uses: Uses, sharing: str) -> None:
+    """Both sides of TKFAC and Shampoo, of a softmax: rows √w·p in the place of gradients."""
+    uses = uses.written()
+    if sharing == "reduce":
+        uses = replace(uses, inputs=reduced(uses).inputs.expand_as(uses.inputs))
+    inputs, rows = uses.places()
+    weight = rows.sum(2, keepdim=True).square()
+    trace = (weight - rows.square().sum(2, keepdim=True)).clamp_min(0)
+    sums.gram("input", inputs * trace.sqrt())
+    sums.gram("softmax", rows * inputs.square().sum(2, keepdim=True).sqrt())
+
+
+def softmax_eigenvalues_(sums: Sums, uses: Uses, left: Tensor, right: Tensor) -> None:
+    """EK-FAC's Λ = Σ (Q_Gᵀ H Q_G)_jj (āQ_A)² of a softmax, (…)_jj = Σ_c p_c Q_cj² − (pQ_j)²."""
+    inputs, rows = uses.written().places()
+    spread = (rows * rows.sum(2, keepdim=True)) @ left.square() - (rows @ left).square()
+    values = spread.clamp_min(0).mT @ (inputs @ right).square()
+    sums.into("eigenvalues", values).add_(values)
 
 
 def example_gradients(inputs: Tensor, grads: Tensor, held: int = CHUNK) -> Iterator[Tensor]:
@@ -280,3 +303,115 @@ def mirrored(sums: Sums) -> dict[str, Tensor]:
         name: mirror_(value) if value.ndim == 3 and name in SQUARE else value
         for name, value in [(name, sums.pop(name)) for name in list(sums)]
     }
+
+
+class GradientRows(Sums):
+    """Sums in which the rows gᵀ of an output side stay apart while the policy keeps them.
+
+    policy, rho, t_max: see `woodbury_policy`. storage, dtype: where and in what precision rows are
+    kept, see `store`.
+    """
+
+    def __init__(
+        self,
+        layer: str,
+        policy: str,
+        rho: float,
+        t_max: int,
+        storage: str,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        self.layer, self.policy, self.rho, self.t_max = layer, policy, rho, t_max
+        self.storage, self.dtype = storage, dtype
+        # gradients of outputs, and probabilities in their place; [B, n, o] each
+        self.rows: dict[str, list[Tensor]] = {"output": [], "softmax": []}
+        # each refuses a wrong value, before any pass
+        self._keeps(1, 1)
+        storage_device(0, "cpu", storage)
+        store(torch.zeros(1), dtype)
+
+    def empty(self) -> bool:
+        return super().empty() and not any(self.rows.values())
+
+    def gram(self, name: str, rows: Tensor) -> None:
+        if name not in self.rows or name in self:
+            super().gram(name, rows)
+            return
+        parts = self.rows[name]
+        count = rows.size(1) + sum(part.size(1) for part in parts)
+        if count and not self._keeps(rows.size(2), count):
+            self.fold(name, rows)
+            super().gram(name, rows)
+            return
+        held = sum(part.nbytes for part in parts) + rows.nbytes
+        on_device = storage_device(held, rows.device, self.storage) == rows.device
+        # not rounded while more of them may still make a covariance
+        dtype = None if self.policy == "auto" else self.dtype
+        part = store(rows, dtype, "device" if on_device else "host")
+        # a copy, since rows may be a view of memory that the next batch writes to
+        parts.append(part.clone() if part.data_ptr() == rows.data_ptr() else part)
+
+    def _keeps(self, outputs: int, count: int) -> bool:
+        """Whether `count` gradients stay; more than t_max are refused."""
+        keep = woodbury_policy(outputs, count, self.policy, rho=self.rho, t_max=self.t_max)
+        if keep and count > self.t_max:
+            raise ValueError(
+                f"layer {self.layer!r}: policy {self.policy!r} keeps the gradients of its outputs, "
+                f"and there are {count:,}, more than t_max={self.t_max:,}; fit to fewer examples, "
+                "raise t_max, or leave the layer out"
+            )
+        return keep
+
+    def fold(self, name: str, like: Tensor) -> None:
+        """Sum up the rows held so far, on the device and in the dtype of `like`."""
+        parts, self.rows[name] = self.rows[name], []
+        for part in parts:
+            super().gram(name, part.to(like))
+
+    def columns(self, terms: float, like: Tensor) -> dict[str, Tensor]:
+        """{"columns": U/√M [B, o, T]}, and "mean" for those of a softmax; {} if rows were summed.
+        The rows are gone then."""
+        names = [name for name, parts in self.rows.items() if parts]
+        if len(names) != 1 or any(name in self for name in self.rows):
+            for name in names:  # a closed-form head in some batches only
+                self.fold(name, like)
+            return {}
+        parts, scaled = self.rows[names[0]], []
+        # each part is freed when it has been scaled: at most two copies are held
+        while parts:
+            part = parts.pop(0)
+            wide = part.to(torch.promote_types(part.dtype, torch.float32)) / math.sqrt(terms)
+            scaled.append(store(wide, self.dtype or part.dtype, "device"))
+        # once rows went to the host, later ones did too: all belong there
+        columns = torch.cat([part.to(scaled[-1].device) for part in scaled], 1).mT
+        if names == ["softmax"]:
+            return {"columns": columns, "mean": centered_factor(columns, like.device).diagonal}
+        return {"columns": columns}
+
+
+def means_of(layer: str, sums: Sums, terms: float, like: Tensor) -> dict[str, Tensor]:
+    """Sums over positions for inputs of K-FAC, else over terms. The sums are gone then."""
+    columns = sums.columns(terms, like) if isinstance(sums, GradientRows) else {}
+    means = mirrored(sums)
+    if "softmax" in means:
+        # diag(S1) − S of S = Σ ppᵀ, plus what batches without a closed form have summed
+        squares = means.pop("softmax")
+        side = torch.diag_embed(squares.sum(2)) - squares
+        means["output"] = side + means["output"] if "output" in means else side
+    places = means.pop("places", None)
+    for name, value in means.items():
+        value.div_(float(places) if name == "input" and places is not None else terms)
+    means.update(columns)
+    check_finite(layer, means)
+    return means
+
+
+def check_finite(layer: str, tensors: Mapping[str, Tensor]) -> None:
+    for name, value in tensors.items():
+        # without a copy of the size of the value, which isfinite() makes
+        if not bool(torch.stack(value.aminmax()).isfinite().all()):
+            raise FloatingPointError(
+                f"layer {layer!r}: {name} statistics are not finite; look for NaN or Inf in the "
+                "data, or for losses that overflow in half precision"
+            )

@@ -1,21 +1,12 @@
 """Structured matrices as values: factors of one side, and blocks made of them."""
 
-from isokron.operators.factors import (
-    CholeskyInverse,
-    Dense,
-    Diagonal,
-    Eigen,
-    Identity,
-    multiply,
-)
-from isokron.operators.kron import Factor, Kron, KronEigen, KronThin, ScaledKron
-from isokron.operators.lowrank import LowRank
-from isokron.operators.storage import storage_device, store
-from isokron.operators.woodbury import (
+from isokron.operators.factors import CholeskyInverse, Dense, Diagonal, Eigen, Identity, multiply
+from isokron.operators.kron import Factor, Kron, KronEigen, ScaledKron
+from isokron.operators.low_rank import (
+    LowRank,
     centered_factor,
-    gradient_factor,
-    push_through,
-    softmax_factor,
+    storage_device,
+    store,
     woodbury_policy,
 )
 
@@ -28,14 +19,10 @@ __all__ = [
     "Identity",
     "Kron",
     "KronEigen",
-    "KronThin",
     "LowRank",
     "ScaledKron",
     "centered_factor",
-    "gradient_factor",
     "multiply",
-    "push_through",
-    "softmax_factor",
     "storage_device",
     "store",
     "woodbury_policy",

@@ -6,8 +6,6 @@ from math import prod
 import torch
 from torch import Tensor
 
-from isokron.linalg.eigen import eigh
-
 
 def multiply(x: Tensor, matrix: Tensor, dim: int) -> Tensor:
     """x ×_dim A: y[.., i, ..] = Σ_j A[i, j] x[.., j, ..]. x: [B..., d1..dk], A: [B..., m, n].
@@ -43,31 +41,18 @@ def along(values: Tensor, x: Tensor, dim: int) -> Tensor:
     return values.reshape(*values.shape[:-1], *ones)
 
 
-def damped_power(values: Tensor, p: float, damping: float = 0.0) -> Tensor:
-    """(max(λ, 0) + damping)^p: what is below zero in a positive matrix is rounding."""
-    return (values.clamp(min=0) + damping) ** p
-
-
 @dataclass(frozen=True)
 class Identity:
-    """scale·I, of any size."""
-
-    scale: float = 1.0
+    """I, of any size."""
 
     def apply(self, x: Tensor, dim: int) -> Tensor:
-        return x if self.scale == 1.0 else x * self.scale
-
-    def inverse(self, damping: float = 0.0) -> "Identity":
-        return self.power(-1.0, damping)
-
-    def power(self, p: float, damping: float = 0.0) -> "Identity":
-        return Identity((self.scale + damping) ** p)
+        return x
 
     def to_dense(self, n: int | None = None) -> Tensor:
         """In float64 on the CPU, since there is no tensor here to take after."""
         if n is None:
             raise ValueError("Identity has no size of its own; give to_dense the size n")
-        return torch.eye(n, dtype=torch.float64) * self.scale
+        return torch.eye(n, dtype=torch.float64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,12 +63,6 @@ class Diagonal:
 
     def apply(self, x: Tensor, dim: int) -> Tensor:
         return x * along(self.values, x, dim)
-
-    def inverse(self, damping: float = 0.0) -> "Diagonal":
-        return self.power(-1.0, damping)
-
-    def power(self, p: float, damping: float = 0.0) -> "Diagonal":
-        return Diagonal(damped_power(self.values, p, damping))
 
     def to_dense(self, n: int | None = None) -> Tensor:
         return torch.diag_embed(self.values)
@@ -97,13 +76,6 @@ class Dense:
 
     def apply(self, x: Tensor, dim: int) -> Tensor:
         return multiply(x, self.matrix, dim)
-
-    def inverse(self, damping: float = 0.0) -> "Dense":
-        return self.power(-1.0, damping)
-
-    def power(self, p: float, damping: float = 0.0) -> "Dense":
-        """Q (Λ + damping)^p Qᵀ, multiplied out: applied more often than it is taken."""
-        return Dense(Eigen(*eigh(self.matrix)).power(p, damping).to_dense())
 
     def to_dense(self, n: int | None = None) -> Tensor:
         return self.matrix
@@ -125,12 +97,6 @@ class CholeskyInverse:
         solved = torch.cholesky_solve(flat, self.lower)
         return solved.view(columns.shape).movedim(batch, dim).to(x.dtype)
 
-    def inverse(self, damping: float = 0.0) -> "Dense":
-        return self.power(-1.0, damping)
-
-    def power(self, p: float, damping: float = 0.0) -> "Dense":
-        return Dense(self.to_dense()).power(p, damping)
-
     def to_dense(self, n: int | None = None) -> Tensor:
         return torch.cholesky_inverse(self.lower)
 
@@ -145,12 +111,6 @@ class Eigen:
     def apply(self, x: Tensor, dim: int) -> Tensor:
         rotated = multiply(x, self.basis.mT, dim)
         return multiply(rotated * along(self.values, x, dim), self.basis, dim)
-
-    def inverse(self, damping: float = 0.0) -> "Eigen":
-        return self.power(-1.0, damping)
-
-    def power(self, p: float, damping: float = 0.0) -> "Eigen":
-        return Eigen(damped_power(self.values, p, damping), self.basis)
 
     def to_dense(self, n: int | None = None) -> Tensor:
         return (self.basis * self.values.unsqueeze(-2)) @ self.basis.mT

@@ -13,10 +13,9 @@ from isokron.operators.factors import (
     Diagonal,
     Eigen,
     Identity,
-    damped_power,
     multiply,
 )
-from isokron.operators.lowrank import LowRank
+from isokron.operators.low_rank import LowRank
 
 Factor = Identity | Diagonal | Dense | CholeskyInverse | Eigen | LowRank
 
@@ -32,28 +31,13 @@ class Kron:
             x = factor.apply(x, dim)
         return x
 
-    def inverse(self, damping: float | Sequence[float] = 0.0) -> "Kron":
-        return self.power(-1.0, damping)
-
-    def power(self, p: float, damping: float | Sequence[float] = 0.0) -> "Kron":
-        """⊗ (F_i + λ_i I)^p: every side has its own damping, or all the same."""
-        if isinstance(damping, Sequence):
-            if len(damping) != len(self.factors):
-                raise ValueError(
-                    f"damping must be one number or one a factor ({len(self.factors)}), "
-                    f"got {len(damping)}"
-                )
-        else:
-            damping = [damping] * len(self.factors)
-        sides = zip(self.factors, damping, strict=True)
-        return Kron(tuple(factor.power(p, side) for factor, side in sides))
-
     def to_dense(self, shape: Sequence[int] | None = None) -> Tensor:
         """The matrix on row-major vec(X). `shape`: of a block, needed with an Identity."""
         sizes = [None] * len(self.factors) if shape is None else shape[-len(self.factors) :]
         dense = [factor.to_dense(n) for factor, n in zip(self.factors, sizes, strict=True)]
-        own = (d for d, f in zip(dense, self.factors, strict=True) if not isinstance(f, Identity))
-        like = next(own, dense[0])
+        # an Identity has no tensor that says in which dtype and on which device
+        pairs = zip(dense, self.factors, strict=True)
+        like = next((side for side, factor in pairs if not isinstance(factor, Identity)), dense[0])
         return reduce(_kron, [side.to(like) for side in dense])
 
 
@@ -79,12 +63,6 @@ class KronEigen:
     def apply(self, x: Tensor) -> Tensor:
         return self.unrotate(self.eigenvalues * self.rotate(x))
 
-    def inverse(self, damping: float = 0.0) -> "KronEigen":
-        return self.power(-1.0, damping)
-
-    def power(self, p: float, damping: float = 0.0) -> "KronEigen":
-        return KronEigen(self.bases, damped_power(self.eigenvalues, p, damping))
-
     def to_dense(self) -> Tensor:
         """The matrix on row-major vec(X)."""
         order = len(self.bases)
@@ -98,64 +76,6 @@ class KronEigen:
 
 
 @dataclass(frozen=True, eq=False)
-class KronThin:
-    """KronEigen of matrices whose first basis is thin: what lies outside its span has eigenvalues
-    of its own. bases: Q [..., o, r] and [..., i, i] or None for I; eigenvalues: [..., r, i],
-    rest: [..., 1, i]
-
-    y = x Q_A  ↦  rest ⊙ y + Q [(Λ − rest) ⊙ Qᵀy]  ↦  · Q_Aᵀ
-    """
-
-    bases: tuple[Tensor, Tensor | None]
-    eigenvalues: Tensor
-    rest: Tensor
-
-    def apply(self, x: Tensor) -> Tensor:
-        left, right = self.bases
-        y = x if right is None else x @ right
-        change = left @ ((self.eigenvalues - self.rest) * (left.mT @ y))
-        return self._back(self.rest * y + change)
-
-    def apply_within(self, x: Tensor) -> Tensor:
-        """`apply` to what is known to lie in the span of Q: the rest of it is rounding.
-
-        Inverses make rounding large, for it meets the smallest eigenvalues; here it is left out.
-        """
-        left, right = self.bases
-        y = left.mT @ x
-        y = y if right is None else y @ right
-        return self._back(left @ (self.eigenvalues * y))
-
-    def inverse(self, damping: float = 0.0) -> "KronThin":
-        return self.power(-1.0, damping)
-
-    def power(self, p: float, damping: float = 0.0) -> "KronThin":
-        rest = damped_power(self.rest, p, damping)
-        return KronThin(self.bases, damped_power(self.eigenvalues, p, damping), rest)
-
-    def to_dense(self) -> Tensor:
-        """The matrix on row-major vec(X)."""
-        outputs, inputs = self.bases[0].size(-2), self.eigenvalues.size(-1)
-        batch = self.eigenvalues.shape[:-2]
-        eye = torch.eye(outputs * inputs).to(self.eigenvalues)
-        columns = eye.view(*[1] * len(batch), outputs * inputs, outputs, inputs)
-        wide = KronThin(
-            (self.bases[0].unsqueeze(-3), _unsqueezed(self.bases[1])),
-            self.eigenvalues.unsqueeze(-3),
-            self.rest.unsqueeze(-3),
-        )
-        return wide.apply(columns).flatten(-2)
-
-    def _back(self, y: Tensor) -> Tensor:
-        right = self.bases[1]
-        return y if right is None else y @ right.mT
-
-
-def _unsqueezed(basis: Tensor | None) -> Tensor | None:
-    return None if basis is None else basis.unsqueeze(-3)
-
-
-@dataclass(frozen=True, eq=False)
 class ScaledKron:
     """D^½ K D^½, D^½ = diag(S): x ↦ S ⊙ K(S ⊙ x). Deviations S [..., d1..dk], correlations K."""
 
@@ -164,10 +84,6 @@ class ScaledKron:
 
     def apply(self, x: Tensor) -> Tensor:
         return self.scale * self.kron.apply(self.scale * x)
-
-    def inverse(self, damping: float | Sequence[float] = 0.0) -> "ScaledKron":
-        """D^(−½) K⁻¹ D^(−½). Damping is that of the correlations, whose unit is one."""
-        return ScaledKron(self.scale.reciprocal(), self.kron.inverse(damping))
 
     def to_dense(self) -> Tensor:
         """The matrix on row-major vec(X)."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from isokron.curvature.layers import Layer as Site
-from isokron.curvature.packing import pack, unpack
+from isokron.curvature.layers import pack, unpack
 from isokron.linalg import sent
 from isokron.optim import thin
 from isokron.optim.fisher import (
@@ -219,7 +219,7 @@ class Layers:
         shown.update(entries)
 
     def _filled(self, site: Site, state: State, group: Mapping[str, Any]) -> dict[str, Any]:
-        kind, columns = site.view.kind, False
+        kind, columns = site.kind, False
         if self.pooling is not None and kind != "diagonal" and group["method"] == "kfac":
             columns = mode_of(self.rows[site.name], 0, self.pooling.reduce) == "gram"
         return filled(state, kind, site.layout.shape, self._home(site)[0], group, columns)

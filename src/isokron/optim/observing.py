@@ -34,7 +34,7 @@ def choose_sites(model: nn.Module, layers: Iterable[str] | str | None) -> list[S
         if layer.observed == "module" or isinstance(layer.module, nn.MultiheadAttention)
     ]
     if layers is None:
-        sites = [site for site in sites if site.view.kind == "dense"]
+        sites = [site for site in sites if site.kind == "dense"]
     names: dict[Tensor, set[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(param, set()).add(name)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from isokron.distributed import Ranks
 from isokron.distributed.parcels import bounds, gather, sum_
-from isokron.operators.storage import gram
+from isokron.operators.low_rank import gram
 
 logger = logging.getLogger(__name__)
 

@@ -6,19 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from isokron.linalg import lift
 from isokron.operators import (
     Dense,
-    Eigen,
     Kron,
     LowRank,
-    gradient_factor,
+    centered_factor,
+    low_rank,
     multiply,
-    softmax_factor,
-    storage,
+    storage_device,
+    store,
+    woodbury_policy,
 )
 
-POWERS = (-1.0, -0.5, 0.5, 1.0, 2.0)
 BATCHES: list[tuple[int, ...]] = [(), (3,), (2, 3)]
 # relative error of a damped inverse in Frobenius norm, its condition number being near 100
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
@@ -36,17 +35,12 @@ def eye(n: int) -> Tensor:
     return torch.eye(n, dtype=torch.float64)
 
 
-def dense_power(matrix: Tensor, p: float) -> Tensor:
-    values, vectors = torch.linalg.eigh(matrix)
-    return (vectors * values.clamp(min=0).unsqueeze(-2) ** p) @ vectors.mT
-
-
-def power_of_outer(columns: Tensor, p: float, damping: float) -> Tensor:
-    """(UUᵀ + λI)ᵖ by the singular values of U, which know small eigenvalues better than UUᵀ does"""
+def inverse_of_outer(columns: Tensor, damping: float) -> Tensor:
+    """(UUᵀ + λI)⁻¹ by the singular values of U, which know small eigenvalues better than UUᵀ"""
     left, roots, _ = torch.linalg.svd(columns)
     values = torch.full(left.shape[:-1], damping, dtype=torch.float64)
     values[..., : roots.shape[-1]] += roots**2
-    return (left * values.unsqueeze(-2) ** p) @ left.mT
+    return (left * values.unsqueeze(-2) ** -1) @ left.mT
 
 
 def close(found: Tensor, wanted: Tensor, tolerance: float = 1e-12) -> None:
@@ -59,6 +53,30 @@ def relative(found: Tensor, wanted: Tensor) -> float:
     return ((found.double() - wanted).norm() / wanted.norm()).item()
 
 
+def scaled(columns: Tensor, terms: int | None, dtype: torch.dtype | None, storage: str) -> Tensor:
+    """U/√T, stored. In half precision the quotient would underflow."""
+    root = (columns.size(-1) if terms is None else terms) ** 0.5
+    return store(columns.to(low_rank.wide(columns.dtype)) / root, dtype or columns.dtype, storage)
+
+
+def gradient_factor(
+    gradients: Tensor,
+    terms: int | None = None,
+    store_dtype: torch.dtype | None = None,
+    storage: str = "auto",
+) -> LowRank:
+    """G = Σ g̃g̃ᵀ/T, as fit keeps it. gradients: [..., o, T]"""
+    zeros = torch.zeros((*gradients.shape[:-2], 1), dtype=torch.float64, device=gradients.device)
+    return LowRank(zeros, scaled(gradients, terms, store_dtype, storage))
+
+
+def softmax_factor(
+    p: Tensor, terms: int | None = None, store_dtype: torch.dtype | None = None
+) -> LowRank:
+    """diag(p̄) − PPᵀ/T, as fit keeps it. p: [..., o, T], columns of sum 1"""
+    return centered_factor(scaled(p, terms, store_dtype, "auto"))
+
+
 @pytest.mark.parametrize("batch", BATCHES)
 def test_gradients_become_their_mean_outer_product(batch: tuple[int, ...]) -> None:
     gradients = normal(*batch, 7, 4)
@@ -69,15 +87,14 @@ def test_gradients_become_their_mean_outer_product(batch: tuple[int, ...]) -> No
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("p", POWERS)
 @pytest.mark.parametrize("damping", [0.3, 1e-3])
 @pytest.mark.parametrize("terms", [1, 4, 7, 11])
-def test_powers_of_a_gradient_factor_are_those_of_its_dense_matrix(
-    batch: tuple[int, ...], p: float, damping: float, terms: int
+def test_the_inverse_of_a_gradient_factor_is_that_of_its_dense_matrix(
+    batch: tuple[int, ...], damping: float, terms: int
 ) -> None:
     gradients = normal(*batch, 7, terms)
-    wanted = power_of_outer(gradients / terms**0.5, p, damping)
-    found = gradient_factor(gradients).power(p, damping)
+    wanted = inverse_of_outer(gradients / terms**0.5, damping)
+    found = gradient_factor(gradients).inverse(damping)
     close(found.to_dense(), wanted)
     assert found.columns.shape[-1] <= max(terms, 7)
     for dim, shape in ((-2, (7, 5)), (-1, (5, 7)), (-2, (3, 7, 2))):
@@ -85,74 +102,21 @@ def test_powers_of_a_gradient_factor_are_those_of_its_dense_matrix(
         close(found.apply(x, dim), multiply(x, wanted, dim))
 
 
-def test_the_inverse_is_the_power_minus_one() -> None:
-    factor = gradient_factor(normal(3, 7, 4))
-    close(factor.inverse(0.2).to_dense(), torch.linalg.inv(factor.to_dense() + 0.2 * eye(7)))
-
-
-@pytest.mark.parametrize("p", [0.5, 1.0, 2.0, 0.0])
-def test_positive_powers_need_no_damping(p: float) -> None:
-    gradients = normal(7, 4)
-    wanted = power_of_outer(gradients / 2, p, 0.0)
-    close(gradient_factor(gradients).power(p).to_dense(), wanted)
-
-
-@pytest.mark.parametrize("p", POWERS)
-def test_columns_of_zeros_and_columns_twice_change_nothing_but_the_count(p: float) -> None:
+def test_columns_of_zeros_and_columns_twice_change_nothing_but_the_count() -> None:
     some, zeros = normal(2, 7, 3), torch.zeros(2, 7, 2).double()
     some[1, :, 2] = some[1, :, 1]  # and the two of a batch differ in rank
     factor = gradient_factor(torch.cat([some, zeros, some], -1))
-    found = factor.power(p, 0.1)
-    close(found.to_dense(), dense_power(factor.to_dense() + 0.1 * eye(7), p))
-    if p != 1:
-        assert found.columns.shape[-1] == 3
-    close(gradient_factor(zeros).power(p, 0.1).to_dense(), 0.1**p * eye(7).expand(2, 7, 7))
-
-
-@pytest.mark.parametrize("p", [-1.0, -0.5, 0.5, 2.0])
-def test_powers_of_powers_are_taken_without_another_decomposition(
-    p: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    factor = gradient_factor(normal(3, 7, 4))
-    dense = factor.to_dense()
-    once = factor.power(p, 0.5)
-    monkeypatch.setattr("isokron.operators.lowrank.eigh", None)
-    for q in POWERS:
-        wanted = dense_power(dense_power(dense + 0.5 * eye(7), p) + 0.1 * eye(7), q)
-        close(once.power(q, 0.1).to_dense(), wanted)
+    found = factor.inverse(0.1)
+    close(found.to_dense(), torch.linalg.inv(factor.to_dense() + 0.1 * eye(7)))
+    assert found.columns.shape[-1] == 3
+    close(gradient_factor(zeros).inverse(0.1).to_dense(), 10 * eye(7).expand(2, 7, 7))
 
 
 def test_small_eigenvalues_under_a_large_damping_keep_their_digits() -> None:
     column = normal(7, 1)
-    found = gradient_factor(1e-9 * column).power(-0.5, 1e3)
-    wanted = -0.5 * 1e3**-1.5 * 1e-18 * column @ column.mT  # the derivative of λ^(−½)
+    found = gradient_factor(1e-9 * column).inverse(1e3)
+    wanted = -(1e3**-2) * 1e-18 * column @ column.mT  # the derivative of 1/λ
     close(found.sign * found.columns @ found.columns.mT, wanted)
-
-
-@pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("condition", [1.0, 3.0, 50.0, 1e6])
-@pytest.mark.parametrize("terms", [4, 11])
-def test_clipping_agrees_with_that_of_the_dense_factor(
-    batch: tuple[int, ...], condition: float, terms: int
-) -> None:
-    factor = gradient_factor(normal(*batch, 7, terms))
-    values, basis = torch.linalg.eigh(factor.to_dense())
-    wanted = lift(values, condition)
-    clipped, lifted = factor.clip(condition)
-    assert torch.equal(lifted, wanted.lifted)
-    assert lifted.shape == batch
-    dense = Eigen(wanted.values, basis)
-    close(clipped.to_dense(), dense.to_dense())
-    for p in POWERS:
-        tolerance = max(1e-12, 1e-14 * condition)  # the dense path loses so many digits
-        close(clipped.power(p).to_dense(), dense.power(p).to_dense(), tolerance)
-        close(clipped.power(p, 0.1).to_dense(), dense.power(p, 0.1).to_dense())
-
-
-def test_clipping_lifts_the_eigenvalues_that_are_not_stored() -> None:
-    clipped, lifted = gradient_factor(torch.diag(torch.tensor([2.0, 1.0, 9.0]))[:, :2]).clip(10.0)
-    close(clipped.to_dense(), torch.diag(torch.tensor([2.0, 0.5, 0.2])), 1e-6)
-    assert lifted.item() == 1
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
@@ -213,8 +177,6 @@ def test_the_inverse_of_a_softmax_factor_is_that_of_its_dense_matrix(
     damped = factor.to_dense() + damping * eye(7)
     wanted = torch.linalg.inv(damped)
     close(factor.inverse(damping).to_dense(), wanted)
-    close(factor.power(-1.0, damping).to_dense(), wanted)
-    close(factor.power(1.0, damping).to_dense(), damped)
     x = normal(*batch, 5, 7)
     close(factor.inverse(damping).apply(x, -1), x @ wanted)
     close(factor.inverse(damping).inverse().to_dense(), damped, 1e-11)  # now with the plus
@@ -254,33 +216,18 @@ def test_a_difference_that_is_not_positive_is_an_error_and_not_repaired() -> Non
     close(scalar.inverse(0.7).to_dense(), torch.diag(1 / normal(3).new_tensor([0.2, 1.2, 1.2])))
 
 
-@pytest.mark.parametrize("p", [-0.5, 0.5, 2.0])
-def test_a_vector_diagonal_has_no_other_powers_and_says_so(p: float) -> None:
-    factor = softmax_factor(probabilities(7, 4))
-    with pytest.raises(ValueError, match=rf"powers 1 and -1, got {p}; densify it: Dense"):
-        factor.power(p, 0.1)
-    with pytest.raises(ValueError, match=r"no eigenvalues at hand to clip; densify it"):
-        factor.clip(10.0)
-    close(
-        Dense(factor.to_dense()).power(p, 0.1).to_dense(),
-        dense_power(factor.to_dense() + 0.1 * eye(7), p),
-    )
-
-
-@pytest.mark.parametrize("p", [-1.0, -0.5])
-def test_without_damping_a_gradient_factor_is_singular(p: float) -> None:
-    with pytest.raises(ValueError, match=rf"singular: .* for power {p:g}, got 0; give damping"):
-        gradient_factor(normal(7, 4)).power(p)
-    with pytest.raises(ValueError, match=r"singular: .* for power -1, got 0; give damping"):
+def test_without_damping_a_gradient_factor_is_singular() -> None:
+    with pytest.raises(ValueError, match=r"singular: .* must be positive, got 0; give damping"):
+        gradient_factor(normal(7, 4)).inverse()
+    with pytest.raises(ValueError, match=r"singular: .* must be positive, got 0; give damping"):
         LowRank(torch.zeros(7).double(), normal(7, 4)).inverse()
 
 
 @pytest.mark.parametrize("damping", [-0.1, float("nan"), float("inf")])
 def test_damping_below_zero_or_not_finite_is_an_error(damping: float) -> None:
     for factor in (gradient_factor(normal(7, 4)), softmax_factor(probabilities(7, 4))):
-        for act in (factor.inverse, lambda d, f=factor: f.power(1.0, d)):
-            with pytest.raises(ValueError, match=r"damping must be a finite number of at least 0"):
-                act(damping)
+        with pytest.raises(ValueError, match=r"damping must be a finite number of at least 0"):
+            factor.inverse(damping)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
@@ -290,33 +237,20 @@ def test_columns_that_are_not_finite_are_an_error(bad: float) -> None:
     with pytest.raises(ValueError, match="columns must be finite"):
         gradient_factor(gradients)
     with pytest.raises(ValueError, match="columns must be finite"):
-        LowRank(torch.zeros(1).double(), gradients).power(0.5)
+        LowRank(torch.zeros(1).double(), gradients).inverse(0.1)
 
 
-def test_what_are_no_probabilities_is_told_so() -> None:
-    for wrong in (normal(7, 4), probabilities(7, 4).mT, 2 * probabilities(7, 4)):
-        with pytest.raises(ValueError, match=r"probabilities must be .* give softmax\(logits\)"):
-            softmax_factor(wrong)
-
-
-def test_shapes_and_signs_that_do_not_fit_are_named() -> None:
+def test_shapes_that_do_not_fit_are_named() -> None:
     with pytest.raises(ValueError, match=r"diagonal must be .* got shapes \(3,\) and \(7, 4\)"):
         LowRank(torch.zeros(3), normal(7, 4))
-    with pytest.raises(ValueError, match=r"sign must be 1 or -1, got 2"):
-        LowRank(torch.zeros(7), normal(7, 4), 2)
-    with pytest.raises(ValueError, match=r"acts on 7 rows, got \(9, 5\) along dim -2"):
-        gradient_factor(normal(7, 4)).apply(normal(9, 5), -2)
-    with pytest.raises(ValueError, match=r"terms must be at least 1, got 0"):
-        gradient_factor(normal(7, 0))
 
 
 def test_it_is_a_side_of_a_kron() -> None:
     gradients, a = normal(7, 4), eye(3) + 0.1
-    kron = Kron((gradient_factor(gradients), Dense(a)))
+    kron = Kron((gradient_factor(gradients).inverse(0.1), Dense(a)))
     x = normal(7, 3)
     wanted = torch.linalg.inv(gradients @ gradients.mT / 4 + 0.1 * eye(7)) @ x
-    wanted = wanted @ torch.linalg.inv(a + 0.2 * eye(3))
-    close(kron.inverse([0.1, 0.2]).apply(x), wanted)
+    close(kron.apply(x), wanted @ a)
 
 
 @pytest.mark.parametrize("kind", [gradient_factor, softmax_factor])
@@ -326,8 +260,8 @@ def test_reading_in_pieces_gives_what_reading_at_once_gives(
     p, x = probabilities(3, 50, 4).float(), normal(3, 5, 50)
     whole = kind(p)
     wanted = [whole.apply(x, -1), whole.inverse(0.1).apply(x, -1)]
-    monkeypatch.setattr(storage, "PIECE", 3 * 4 * 8 * 7)  # seven rows
-    assert [start for start, _ in storage.pieces(p, p.device, torch.float64)][:3] == [0, 7, 14]
+    monkeypatch.setattr(low_rank, "PIECE_BYTES", 3 * 4 * 8 * 7)  # seven rows
+    assert [start for start, _ in low_rank.pieces(p, p.device, torch.float64)][:3] == [0, 7, 14]
     cut = kind(p)
     close(cut.diagonal, whole.diagonal)
     close(cut.apply(x, -1), wanted[0])
@@ -351,6 +285,73 @@ def test_nothing_of_the_size_of_the_dense_matrix_is_made() -> None:
         for factor in (gradient_factor(p), softmax_factor(p)):
             factor.apply(x, -2)
             factor.inverse(0.1).apply(x, -2)
-        gradient_factor(p).power(-0.5, 0.1).apply(x, -2)
-        gradient_factor(p).clip(10.0)
+        gradient_factor(p).inverse(0.1).apply(x, -2)
     assert largest == n * terms
+
+
+# outputs, terms → by policy all, hybrid, auto, none
+@pytest.mark.parametrize(
+    ("outputs", "terms", "wanted"),
+    [
+        (1000, 750, [True, False, True, False]),
+        (1000, 751, [True, False, False, False]),
+        (50257, 8192, [True, True, True, False]),
+        (50257, 8193, [True, True, False, False]),
+        (16384, 100, [True, False, True, False]),
+        (16385, 100, [True, True, True, False]),
+    ],
+)
+def test_policies_choose_by_outputs_and_terms(outputs: int, terms: int, wanted: list[bool]) -> None:
+    policies = ("all", "hybrid", "auto", "none")
+    assert [woodbury_policy(outputs, terms, policy) for policy in policies] == wanted
+    assert woodbury_policy(outputs, terms) is wanted[2]
+
+
+def test_thresholds_of_a_policy_are_arguments() -> None:
+    assert woodbury_policy(100, 90, "auto", rho=0.9)
+    assert not woodbury_policy(100, 50, "auto", t_max=49)
+
+
+def test_policies_name_what_is_wrong() -> None:
+    with pytest.raises(ValueError, match=r"policy must be one of \('all', .*\), got 'always'"):
+        woodbury_policy(10, 5, "always")
+    with pytest.raises(ValueError, match=r"rho must be positive, got -1"):
+        woodbury_policy(10, 5, rho=-1)
+
+
+def test_half_a_gigabyte_stays_on_the_device_and_more_goes_to_the_host() -> None:
+    where = {n: storage_device(n, "cuda:1").type for n in (499_999_999, 500_000_000, 500_000_001)}
+    assert list(where.values()) == ["cuda", "cuda", "cpu"]
+    assert storage_device(10**12, "cuda:1", "device") == torch.device("cuda:1")
+    assert storage_device(1, "cuda:1", "host") == torch.device("cpu")
+    with pytest.raises(ValueError, match=r"storage must be one of .*, got 'disk'"):
+        storage_device(1, "cpu", "disk")
+
+
+def test_storing_rounds_to_the_dtype_and_copies_nothing_else() -> None:
+    matrix = normal(7, 4)
+    assert store(matrix) is matrix
+    assert store(matrix, storage="host") is matrix
+    assert store(matrix, torch.bfloat16).equal(matrix.bfloat16())
+    assert not store(matrix, storage="host").is_pinned()
+    with pytest.raises(ValueError, match=r"store_dtype must be one of .*, got torch\.int8"):
+        store(matrix, torch.int8)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned memory is CUDA's")
+def test_on_the_host_columns_are_pinned_and_act_as_on_the_device() -> None:
+    u, x = normal(64, 8).cuda(), normal(64, 3).cuda()
+    here, there = gradient_factor(u, storage="device"), gradient_factor(u, storage="host")
+    assert there.columns.is_pinned()
+    assert there.inverse(0.1).columns.is_pinned()
+    torch.testing.assert_close(there.inverse(0.1).apply(x, -2), here.inverse(0.1).apply(x, -2))
+
+
+def test_a_matrix_as_it_is_wanted_is_read_in_one_piece_without_a_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(low_rank, "PIECE_BYTES", 1)
+    matrix = normal(7, 4)
+    parts = list(low_rank.pieces(matrix, matrix.device, torch.float64))
+    assert len(parts) == 1
+    assert parts[0][1].data_ptr() == matrix.data_ptr()
