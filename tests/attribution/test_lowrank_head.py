@@ -104,7 +104,7 @@ def test_a_head_is_left_out_and_said_by_default(tmp_path: Path) -> None:
 
 
 def test_a_lowrank_head_is_scored_exactly_beside_a_store(tmp_path: Path) -> None:
-    a = attributor(tmp_path).fit().build(dim=0)
+    a = attributor(tmp_path).fit().build(dim=100)
     stored, exact = (a.score(data(), store=use, by_layer=True, save=False) for use in (True, False))
     assert stored.layers == ("body",)
     torch.testing.assert_close(

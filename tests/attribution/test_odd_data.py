@@ -101,7 +101,7 @@ def test_a_document_whose_targets_are_all_ignored_has_no_influence(
     model = nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 6))
     data, loss = documents(), losses.CrossEntropy()
     a = Attributor(tmp_path, model, data, loss=loss, batch_size=1).fit()
-    a = a.build(dim=0) if store else a
+    a = a.build(dim=100) if store else a
     for unit in (False, True):
         scores = values(a.score([data[0], data[2]], unit=unit))
         assert bool(scores.isfinite().all())
@@ -128,7 +128,7 @@ def test_one_training_example_is_enough(method: str, tmp_path: Path) -> None:
     assert scores.shape == (2, 1)
     cosine = a.score(pairs(1), unit=True, save=False)
     assert float(cosine[0, 0]) == pytest.approx(1.0, abs=1e-3)
-    a.build(dim=0)
+    a.build(dim=100)
     torch.testing.assert_close(values(a.score(pairs(2))), values(scores), rtol=1e-3, atol=1e-3)
     assert a.report().exists()
 
@@ -166,5 +166,5 @@ def test_a_layer_that_is_dead_on_all_data_adds_nothing(method: str, tmp_path: Pa
     right = begun(tmp_path / "right", pairs()).fit(method).score(pairs(2), save=False)
     a = Attributor(tmp_path / "dead", Sum(), pairs(), loss=losses.CrossEntropy()).fit(method)
     torch.testing.assert_close(values(a.score(pairs(2))), values(right), rtol=1e-3, atol=1e-5)
-    a.build(dim=0)
+    a.build(dim=100)
     torch.testing.assert_close(values(a.score(pairs(2))), values(right), rtol=1e-3, atol=1e-3)

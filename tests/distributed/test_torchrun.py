@@ -149,14 +149,14 @@ def test_a_command_that_cannot_be_shared_is_refused_once(tmp_path: Path) -> None
 
 KILLED = """
 import os, signal
-from isokron.attribution import StoreWriter
-write = StoreWriter.write
+from isokron.attribution import Store
+write = Store.write
 def dying(self, number, *args, **kwargs):
     if number == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     return write(self, number, *args, **kwargs)
 if os.environ.get("RANK") == "1" and os.environ.get("DYING"):
-    StoreWriter.write = dying
+    Store.write = dying
 """
 
 
@@ -170,9 +170,9 @@ def test_a_killed_process_ends_the_other_and_the_next_goes_on(
     codes, _ = started(*[["build", "run", "--dim", "4"]] * 2, folder=tmp_path)
     assert codes[0] not in (0, None)
     assert codes[1] == -signal.SIGKILL
-    there = {path.name for path in (tmp_path / "run" / "gradients").glob("shard-*.json")}
-    assert "shard-00001.json" in there
-    assert "shard-00003.json" not in there
+    there = {path.name for path in (tmp_path / "run" / "gradients").glob("shard-*")}
+    assert "shard-00001.safetensors" in there
+    assert "shard-00003.safetensors" not in there
     assert alone("build", "run", "--dim", "4")[0] == 0
     assert alone("fit", "right", *task)[0] == 0
     assert alone("build", "right", "--dim", "4")[0] == 0
