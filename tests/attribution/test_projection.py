@@ -315,6 +315,11 @@ def test_the_smallest_dimension_that_is_good_enough_and_fits_is_chosen() -> None
     assert choose_dim(layers, 10, fits, measure, 0.9) is None
     assert choose_dim(layers, 10, fits, measure, 0.8) == 32
     assert choose_dim(layers, 10, 100, measure, 0.9) is None
+    # at 16 a correlation of 0.2 promises 0.9 at 162: the ones below 128 are not tried
+    quality[16] = 0.2
+    measured.clear()
+    assert choose_dim(layers, 10, everything, measure, 0.9) == 128
+    assert measured == [16, 128]
     assert choose_dim(layers, 10, everything, lambda dim: 0.0, 0.9) is None
 
 

@@ -17,7 +17,7 @@ A count sketch (Charikar et al. 2002) with the signs and places of a tensor sket
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from math import gcd
+from math import gcd, log2
 from typing import Any
 
 import numpy as np
@@ -187,13 +187,18 @@ def choose_dim(
 
     `memory`: bytes of a store of so many examples. None where no store within it is good enough.
     """
-    dim = LEAST_DIM
+    dim, everything = LEAST_DIM, sum(layer.parameters for layer in layers)
     while True:
         numbers = sum(width(layer, dim) for layer in layers)
         if 4 * examples * numbers > memory:
             return None
-        if measure(dim) >= least:
+        correlation = measure(dim)
+        if correlation >= least:
             return dim
-        if numbers == sum(layer.parameters for layer in layers):  # nothing is folded any more
+        if numbers == everything:  # nothing is folded any more
             return None
-        dim *= 2
+        # ρ²/(1 − ρ²) grows with dim², as the variance of the noise falls: hopeless ones are left
+        # out, up to the last below the one that should do
+        odds = max(correlation, 0.05) ** 2 / (1 - min(correlation, least) ** 2)
+        wanted = dim * (least**2 / (1 - least**2) / odds) ** 0.5
+        dim = max(2 * dim, 2 ** int(log2(wanted)))

@@ -21,6 +21,7 @@ from isokron.attribution.data import to_device, update_hash
 from isokron.attribution.exact import ExactScorer
 from isokron.attribution.queries import Query
 from isokron.attribution.verify import calibrate, verify
+from isokron.curvature.backward import unchanged
 from isokron.distributed.team import in_turn, share, together
 from isokron.files import write_atomically
 
@@ -275,7 +276,8 @@ class Explanation:
         answer["tokens_counted"] = sum(loss != 0 for loss in losses) or None
         if a.task is not None and a.task.said is not None:
             batch = to_device(query.batch, a.subject.device)
-            answer["said"] = a.task.said(a.subject.model, batch)
+            with unchanged(a.subject.model):
+                answer["said"] = a.task.said(a.subject.model, batch)
         if self.settings["verify"] and signs[0]:
             answer |= self._verify(query, signs, float(sum(row[n] for n in signs[0])))
         if signs[0] and count > 1:

@@ -167,13 +167,22 @@ class Pretrained:
 
     def _from(self, kind: str, **options: Any) -> Any:
         load = getattr(self.transformers, kind).from_pretrained
-        return load(self.path, local_files_only=self.local, **options)
+        try:
+            return load(self.path, local_files_only=self.local, **options)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"model {self.path!r} cannot be loaded: {error}") from error
 
     def load(self) -> nn.Module:
         """The model with its weights, in evaluation mode."""
         # the command line shows progress of its own
-        self.transformers.utils.logging.disable_progress_bar()
-        model, info = self._from(self.kind, dtype=self.dtype, output_loading_info=True)
+        logging = self.transformers.utils.logging
+        shows_progress = logging.is_progress_bar_enabled()
+        logging.disable_progress_bar()
+        try:
+            model, info = self._from(self.kind, dtype=self.dtype, output_loading_info=True)
+        finally:
+            if shows_progress:
+                logging.enable_progress_bar()
         if info["missing_keys"]:
             missing = ", ".join(sorted(info["missing_keys"])[:4])
             raise ValueError(f"{self.path}: has no weights for {missing}; train the model first")
@@ -357,17 +366,19 @@ class Pretrained:
         written: list[int] = []
         modes = [(module, module.training) for module in model.modules()]
         model.eval()
-        while len(written) < most:
-            output = model(input_ids=inputs, **options)
-            likeliest = output.logits[:, -1:].argmax(-1)  # [1, 1]
-            if int(likeliest) in ends:
-                break
-            written.append(int(likeliest))
-            inputs = likeliest if has_cache else torch.cat([inputs, likeliest], 1)
-            if has_cache:
-                options["past_key_values"] = output.past_key_values
-        for module, training in modes:
-            module.training = training
+        try:
+            while len(written) < most:
+                output = model(input_ids=inputs, **options)
+                likeliest = output.logits[:, -1:].argmax(-1)  # [1, 1]
+                if int(likeliest) in ends:
+                    break
+                written.append(int(likeliest))
+                inputs = likeliest if has_cache else torch.cat([inputs, likeliest], 1)
+                if has_cache:
+                    options["past_key_values"] = output.past_key_values
+        finally:
+            for module, training in modes:
+                module.training = training
         return written
 
 
