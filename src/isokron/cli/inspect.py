@@ -56,8 +56,7 @@ def inspect(
       isokron inspect --task mine.py:task --weights trained.safetensors
     """
     with reported(2):
-        from isokron.inspect import Setup, measure
-        from isokron.inspect_page import RECORDS, write_report
+        from isokron.inspect import RECORDS, Setup, measure, write_report
         from isokron.race.race import open_folder
         from isokron.tasks import load
 
@@ -79,7 +78,7 @@ def inspect(
 
 def show(result: Inspection) -> None:
     """Print the table, how to read it, and the verdict."""
-    from isokron.inspect_page import SPARE, table, texts
+    from isokron.inspect import SPARE, table, texts
 
     verdict, _, notes = texts(result)
     cells, title = (
