@@ -266,7 +266,7 @@ def page(result: Inspection) -> str:
         sentences=texts(result),
         columns=list(rows[0]),
         rows=[list(row.values()) for row in rows],
-        policies=POLICIES,
+        woodbury_policy=woodbury_policy,
         dots=ranks(result),
         conditions=conditions_by_damping(result),
         memory_by_examples=memory_by_examples(result),
@@ -350,7 +350,7 @@ def spectra(result: Inspection, field: str) -> list[Plot]:
             lines.append(Line(f.name, colour % COLOURS, curve, beside=short[f.name]))
         # 1 is the mean, or the largest; below 1e-7 is rounding of float32
         values = [damping or 1.0, *(y for line in lines for _, y in line.points)]
-        y_range = (max(1e-7, min(values)) / 1.5, max(values) * 1.5)
+        y_range = (max(1e-7, min(values)) / 2, max(values) * 2)
         place = f" ({i + 1} of {count})" if count > 1 else ""
         text = f"{title}, layer by layer in falling order, as {unit}."
         labels = (f"{field}-{i}", title + place, text, "number of the eigenvalue", unit)

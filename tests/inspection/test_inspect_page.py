@@ -11,7 +11,16 @@ from rich.console import Console
 from html_page import HOSTILE, Page, opened
 from isokron.cli.progress import fitted_table
 from isokron.curvature import Curvature
-from isokron.inspect import RECORDS, SPARE, page, short_layers, table, texts, write_report
+from isokron.inspect import (
+    RECORDS,
+    SPARE,
+    conditions_by_damping,
+    page,
+    short_layers,
+    table,
+    texts,
+    write_report,
+)
 from isokron.race.race import open_folder
 
 
@@ -72,6 +81,14 @@ def test_lead_names_the_worst_layer_and_counts_directions(regression, inspected)
     assert said[0].startswith(f"The largest eigenvalue of layer {worst.name} is ")
     rank = sum(f.effective_rank for f in result.layers)
     assert said[1].startswith(f"About {rank:,.0f} of 74 directions matter")
+
+
+def test_condition_by_damping_passes_through_the_damped_condition(regression, inspected):
+    result = inspected(regression, damping=0.1)[0]
+    lines = {line.beside: dict(line.points) for line in conditions_by_damping(result).lines}
+    ranked = sorted(result.layers, key=lambda f: f.largest / f.mean)
+    assert lines["worst"][0.1] == pytest.approx(ranked[-1].condition_damped, rel=1e-4)
+    assert lines["best"][0.1] == pytest.approx(ranked[0].condition_damped, rel=1e-4)
 
 
 def test_rows_have_all_columns_and_a_narrow_terminal_gives_up_some(reading, inspected):

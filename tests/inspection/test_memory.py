@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from isokron.curvature import CrossEntropy, fit
-from isokron.inspect import POLICIES, Setup, measure
+from isokron.inspect import POLICIES, Setup, measure, page
+from isokron.report.render import memory
 from isokron.tasks import Examples, Task
 
 
@@ -41,16 +42,23 @@ def seeing():
 def test_bytes_are_those_of_a_fit_under_the_policy(seeing, policy, sharing):
     setup = Setup(seeing, steps=0, examples=20, sharing=sharing)
     result, _ = measure(setup)
-    kept = fit(
-        setup.model,
-        [seeing.train.tensors],
-        CrossEntropy(scores),
-        policy=policy,
-        sharing=sharing,
-    )
-    held = {record["layer"]: record["bytes"] for record in kept.report(spectra=False)}
-    for facts in result.layers:
-        assert facts.output_bytes[policy] + facts.input_bytes == held[facts.name]
+
+    def fitted(dtype):
+        options = {"policy": policy, "store_dtype": dtype, "sharing": sharing}
+        loss = CrossEntropy(scores)
+        return fit(setup.model, [seeing.train.tensors], loss, **options).report(spectra=False)
+
+    records = fitted(torch.float32)
+    for facts, record in zip(result.layers, records, strict=True):
+        assert facts.output_bytes[policy] + facts.input_bytes == record["bytes"]
+    inputs = sum(facts.input_bytes for facts in result.layers)
+    total, half = (sum(x["bytes"] for x in fitted(d)) for d in (torch.float32, torch.bfloat16))
+    row = [
+        str(sum(record["columns"] is not None for record in records)),
+        *(memory(size) for size in (total - inputs, half - inputs, total)),
+    ]
+    cells = "".join(f"<td>{cell}</td>" for cell in row)
+    assert f'<th scope="row">{policy}</th>{cells}' in page(result)
 
 
 def test_places_are_positions_one_by_one_or_together(seeing, inspected):
