@@ -1,186 +1,74 @@
-"""How ill-conditioned a task's model is: spectra, effective ranks and memory of its curvature."""
+"""How ill-conditioned a task's model is: its curvature measured, as table, page and files."""
 
-from __future__ import annotations
-
+import json
 import math
-import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from isokron import training
 from isokron._version import __version__
-from isokron.curvature import CrossEntropy, Curvature, Event, capture, fit
-from isokron.curvature.layers import find_layers
+from isokron.curvature import CrossEntropy, Curvature, Event, Selection, capture, find_layers, fit
+from isokron.curvature.backward import probe_layers
+from isokron.curvature.fit import FISHERS, METHODS, SHARINGS
+from isokron.files import write_atomically
 from isokron.operators import woodbury_policy
-from isokron.tasks import Batch, Task, load
-from isokron.training import Progress, digest, evaluation_loss, load_weights_, silent, train_
-from isokron.training import make_model as seeded_model
+from isokron.report.charts import COLOURS, Dots, Line, Plot, Row
+from isokron.report.render import MISSING, finite, memory, render
+from isokron.tasks import Batch, Task
+from isokron.training import Progress, silent
 
-STEPS = 200  # of training before the fit, unless weights are given
-CHOICES = {
-    "method": ("kfac", "ekfac", "tkfac", "shampoo"),
-    "fisher": ("empirical", "sampled", "exact"),
-    "sharing": ("expand", "reduce"),
-}
+LayerFacts = SimpleNamespace  # the numbers of one layer: see `layer_facts`
 POLICIES = ("none", "all", "hybrid", "auto")
-FLOAT, HALF = 4, 2  # bytes of a number
+FLOAT = 4  # bytes of a number
 POINTS = 200  # of a spectrum, geometrically spaced
-
-Points = tuple[tuple[int, float], ...]  # number of an eigenvalue, 1 being the largest, and value
-
-
-@dataclass(frozen=True)
-class LayerFacts:
-    """One layer.
-
-    blocks, outputs, inputs: of its matrix, the column of a bias included. places: gradients of its
-    outputs that one example makes. damping: what is added to every eigenvalue. effective_rank: exp
-    of the entropy of the eigenvalues. scaled_rank: the same after the diagonal of the Fisher is
-    made 1; None where it is not a product of two sides. kept: eigenvalues above the damping.
-    Spectra are thinned out; those of the sides are None where a method has none.
-    """
-
-    name: str
-    kind: str
-    blocks: int
-    outputs: int
-    inputs: int
-    places: int
-    bytes: int
-    trace: float
-    largest: float
-    smallest: float
-    condition: float
-    damping: float
-    condition_damped: float
-    effective_rank: float
-    scaled_rank: float | None
-    kept: int
-    spectrum: Points
-    output_spectrum: Points | None
-    input_spectrum: Points | None
-
-    @property
-    def dimension(self) -> int:
-        return self.blocks * self.outputs * self.inputs
-
-    @property
-    def mean(self) -> float:
-        return self.trace / self.dimension
-
-    @property
-    def peak(self) -> float:
-        """Largest over mean eigenvalue."""
-        return self.largest / self.mean
-
-    @property
-    def share(self) -> float:
-        """Effective rank as a share of all directions."""
-        return self.effective_rank / self.dimension
-
-    @property
-    def scaled_share(self) -> float | None:
-        return None if self.scaled_rank is None else self.scaled_rank / self.dimension
-
-    def condition_at(self, multiple: float) -> float:
-        """(λ_max + m λ̄) / (λ_min + m λ̄)"""
-        added = multiple * self.mean
-        return (self.largest + added) / (self.smallest + added)
-
-    def keeps_gradients(self, examples: int, policy: str) -> bool:
-        """Whether the policy keeps the T = places · examples gradients of the outputs."""
-        gradients = self.places * examples
-        return self.kind != "diagonal" and woodbury_policy(self.outputs, gradients, policy)
-
-    def output_bytes(self, examples: int, policy: str, number: int = FLOAT) -> int:
-        """Covariance o×o in float32, or gradients o×T of `number` bytes each; one per block."""
-        if self.keeps_gradients(examples, policy):
-            return self.blocks * self.outputs * self.places * examples * number
-        return 0 if self.kind == "diagonal" else self.blocks * self.outputs**2 * FLOAT
-
-    def input_bytes(self) -> int:
-        """Covariance i×i; counts of columns for an embedding; the full diagonal for a norm."""
-        if self.kind == "diagonal":
-            return self.dimension * FLOAT
-        return self.blocks * self.inputs ** (1 if self.kind == "index" else 2) * FLOAT
-
-
-@dataclass(frozen=True)
-class Inspection:
-    """settings: all that the results depend on. terms: of the loss, over all examples fitted on.
-
-    model_bytes: of the parameters. notes: layers that were left out, and warnings of the fit.
-    """
-
-    settings: Mapping[str, Any]
-    layers: tuple[LayerFacts, ...]
-    terms: int
-    model_bytes: int
-    evaluation_loss: float
-    notes: tuple[str, ...]
-
-    def by_policy(self) -> list[dict[str, Any]]:
-        """Per policy: layers kept as gradients, and bytes of all output and input sides."""
-        # outputs_half: with the gradients, but not the covariances, in half precision
-        layers, examples = self.layers, self.settings["examples"]
-        return [
-            {
-                "policy": policy,
-                "gradients": sum(f.keeps_gradients(examples, policy) for f in layers),
-                "outputs": sum(f.output_bytes(examples, policy) for f in layers),
-                "outputs_half": sum(f.output_bytes(examples, policy, HALF) for f in layers),
-                "inputs": sum(f.input_bytes() for f in layers),
-            }
-            for policy in POLICIES
-        ]
+RECORDS, PAGE = "inspect.json", "index.html"
+# columns in the order in which a narrow terminal leaves them out
+SPARE = ("kind", "trace", "condition", "above damping", "statistics", "outputs × inputs")
+LOG: Any = {"x_log": True, "y_log": True, "empty": "no curvature"}
+# spectrum of a layer → title and unit of its plots
+SPECTRA = {
+    "spectrum": ("All eigenvalues", "eigenvalue / mean"),
+    "input_spectrum": ("Side of the inputs, A", "eigenvalue / largest"),
+    "output_spectrum": ("Side of the output gradients, G", "eigenvalue / largest"),
+}
 
 
 @dataclass(eq=False)
 class Setup:
-    """What is inspected and how; all is checked, and the model made, before any work.
-
-    Args:
-        task: whose model is inspected.
-        steps: steps of AdamW before the fit; by default 200, or 0 with `weights`.
-        lr: learning rate of these steps.
-        seed: random seed of the weights, batches and sampled labels.
-        weights: a safetensors file with all of the model's weights.
-        examples: training examples to fit on.
-        method, fisher, sharing: as in `isokron.curvature.fit`.
-        layers: patterns of layer names; all layers by default.
-        damping: a multiple of each layer's mean eigenvalue.
-    """
+    """What is inspected and how; all is checked, and the model made, before any work."""
 
     task: Task
-    steps: int | None = None
-    lr: float = 3e-3
-    seed: int = 0
-    weights: Path | str | None = None
-    examples: int = 512
-    method: str = "kfac"
+    steps: int | None = None  # of AdamW before the fit; by default 200, or 0 with `weights`
+    lr: float = 3e-3  # learning rate of these steps
+    seed: int = 0  # of the weights, the batches and sampled labels
+    weights: Path | str | None = None  # a safetensors file with all of the model's weights
+    examples: int = 512  # training examples to fit on
+    method: str = "kfac"  # this, fisher and sharing are those of isokron.curvature.fit
     fisher: str = "empirical"
     sharing: str = "expand"
-    layers: Sequence[str] = ()
-    damping: float = 0.1
+    layers: Sequence[str] = ()  # patterns of layer names; all layers by default
+    damping: float = 0.1  # a multiple of each layer's mean eigenvalue
 
     def __post_init__(self) -> None:
         if self.steps is None:
-            self.steps = STEPS if self.weights is None else 0
-        rules = {name: (f"one of {', '.join(CHOICES[name])}", getattr(self, name) in CHOICES[name])
-                 for name in CHOICES}  # fmt: skip
-        rules |= {
-            "steps": ("at least 0", self.steps >= 0),
-            "examples": ("at least 1", self.examples >= 1),
-            "seed": ("at least 0", self.seed >= 0),
-            "lr": ("a positive number", 0 < self.lr < math.inf),
-            "damping": ("a finite number of at least 0", 0 <= self.damping < math.inf),
+            self.steps = 200 if self.weights is None else 0
+        rules = {
+            "steps": (self.steps >= 0, "at least 0"),
+            "examples": (self.examples >= 1, "at least 1"),
+            "lr": (0 < self.lr < math.inf, "a positive number"),
+            "damping": (0 <= self.damping < math.inf, "a finite number of at least 0"),
+            "method": (self.method in METHODS, f"one of {', '.join(METHODS)}"),
+            "fisher": (self.fisher in FISHERS, f"one of {', '.join(FISHERS)}"),
+            "sharing": (self.sharing in SHARINGS, f"one of {', '.join(SHARINGS)}"),
         }
-        for name, (rule, holds) in rules.items():
+        for name, (holds, rule) in rules.items():
             if not holds:
                 raise ValueError(f"{name} must be {rule}, got {getattr(self, name)!r}")
         if self.fisher != "empirical" and self.task.logits is None:
@@ -188,25 +76,46 @@ class Setup:
                 f"fisher {self.fisher!r} needs a task with logits; {self.task.name!r} has none: "
                 "give Task(logits=...), scores of classes and their targets, or use empirical"
             )
-        self.examples = min(self.examples, len(self.task.train))
-        self.model = seeded_model(self.task, self.seed)
+        self.model = training.make_model(self.task, self.seed)
         if self.weights is not None:
-            load_weights_(self.model, Path(self.weights))
-        # raises where a pattern matches nothing
-        layer_names(self.model, self.layers)
+            training.load_weights_(self.model, Path(self.weights))
+        self.loss = CrossEntropy(self.task.logits) if self.task.logits else self.task.losses
+        # without a pattern, embeddings would not be selected
+        self.selection = find_layers(self.model, list(self.layers) or "*")
+        generator = torch.Generator().manual_seed(self.seed)
+        self.order = torch.randperm(len(self.task.train), generator=generator)[: self.examples]
+        self.examples = len(self.order)
+
+    def settings(self) -> dict[str, Any]:
+        """All that the result depends on, as JSON."""
+        return {
+            "task": self.task.name,
+            "unit": self.task.unit,
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "weights": Path(self.weights).name if self.weights else f"made from seed {self.seed}",
+            "training": f"{self.steps} steps of AdamW" if self.steps else "none",
+            "learning rate": self.lr if self.steps else "none",
+            "batch size": self.task.batch_size,
+            **{x: getattr(self, x) for x in ("seed", "examples", "method", "fisher", "sharing")},
+            "layers": list(self.layers) or "all",
+            "damping": self.damping,
+            "terms": "predictions" if self.task.logits else "examples",
+            "weights digest": training.digest(self.model.state_dict().values()),
+            "torch": torch.__version__,
+            "isokron": __version__,
+        }
 
 
-def inspect(
-    task: Task | str, *, progress: Progress = silent, **options: Any
-) -> tuple[Inspection, Curvature]:
-    """Train a task's model, fit its curvature, and measure it. options: those of `Setup`."""
-    return measure(Setup(task if isinstance(task, Task) else load(task), **options), progress)
+@dataclass(frozen=True)
+class Inspection:
+    """What `measure` finds out."""
 
-
-def layer_names(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Names of the layers that have a curvature and match one of the patterns."""
-    # without a pattern, embeddings would not be selected
-    return [layer.name for layer in find_layers(model, list(patterns) or "*").layers]
+    settings: dict[str, Any]  # all that the result depends on
+    layers: tuple[LayerFacts, ...]
+    terms: int  # of the loss, over all examples fitted on
+    model_bytes: int  # of the parameters
+    evaluation_loss: float
+    notes: tuple[str, ...]  # on layers that were left out
 
 
 def measure(setup: Setup, progress: Progress = silent) -> tuple[Inspection, Curvature]:
@@ -214,138 +123,111 @@ def measure(setup: Setup, progress: Progress = silent) -> tuple[Inspection, Curv
     model, task = setup.model, setup.task
     with torch.random.fork_rng(devices=[]):
         if setup.steps:
-            train_(model, task, setup.steps, setup.lr, setup.seed, progress)
-        model.eval()
-        order = example_order(setup)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", UserWarning)
-            places, notes = usable_layers(setup, order[:2])
-            curvature = fit(
-                model,
-                Batches(task, order, progress),
-                CrossEntropy(partial(checked_logits, task)) if task.logits else task.losses,
-                setup.method,
-                fisher=setup.fisher,
-                sharing=setup.sharing,
-                layers=list(places),
-                seed=setup.seed,
-            )
-        loss = evaluation_loss(model, task)
+            training.train_(model, task, setup.steps, setup.lr, setup.seed, progress)
+        selection, places, notes = usable_layers(setup)
+        batches = Batches(setup, progress)
+        options: Any = {"fisher": setup.fisher, "sharing": setup.sharing, "seed": setup.seed}
+        curvature = fit(model, batches, setup.loss, setup.method, selection=selection, **options)
+        loss = training.evaluation_loss(model, task)
     records = curvature.report()
-    facts = [layer_facts(curvature, r, setup.damping, places[r["layer"]]) for r in records]
-    notes = tuple(dict.fromkeys([*notes, *(str(warning.message) for warning in caught)]))
+    facts = tuple(layer_facts(curvature, r, setup, places[r["layer"]]) for r in records)
     size = sum(parameter.nbytes for parameter in model.parameters())
-    result = Inspection(_settings(setup), tuple(facts), int(records[0]["terms"]), size, loss, notes)
-    return result, curvature
+    terms = int(records[0]["terms"])
+    return Inspection(setup.settings(), facts, terms, size, loss, notes), curvature
 
 
-def example_order(setup: Setup) -> Tensor:
-    """Which training examples are fitted on: the first of a seeded permutation."""
-    generator = torch.Generator().manual_seed(setup.seed)
-    return torch.randperm(len(setup.task.train), generator=generator)[: setup.examples]
-
-
+@dataclass
 class Batches:
-    """Batches of the training examples `order`, which may be iterated several times."""
+    """The examples to fit on, in batches that may be iterated several times."""
 
-    def __init__(self, task: Task, order: Tensor, progress: Progress) -> None:
-        self.task, self.order, self.progress = task, order, progress
+    setup: Setup
+    progress: Progress
 
     def __iter__(self) -> Iterator[Batch]:
-        parts = self.order.split(self.task.batch_size)
+        parts = self.setup.order.split(self.setup.task.batch_size)
         for i, part in enumerate(parts, start=1):
-            yield self.task.train.batch(part)
+            yield self.setup.task.train.batch(part)
             # when the next batch is asked for, this one is done
             self.progress("fitting", i, len(parts))
 
 
-def checked_logits(task: Task, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """What the task's logits return, if the shapes are right."""
-    assert task.logits is not None
-    scores, targets = task.logits(model, batch)
-    if scores.shape[:-1] != targets.shape or targets.is_floating_point():
-        shapes = f"{tuple(scores.shape)} and {tuple(targets.shape)} of {targets.dtype}"
-        rule = "logits must return scores [..., classes] and integer targets [...]"
-        raise ValueError(f"task {task.name!r}: {rule}, got shapes {shapes}")
-    return scores, targets
-
-
-def usable_layers(setup: Setup, few: Tensor) -> tuple[dict[str, int], tuple[str, ...]]:
-    """Layers that see every example by itself, each with its places, and notes on the others.
-
-    few: training examples to try it with.
-    """
-    # an embedding of positions that all examples share has one gradient for all, which has as many
-    # places for twice as many examples: no curvature can be made
-    once, twice = (_places(setup, order) for order in (few, torch.cat([few, few])))
-    places: dict[str, int] = {}
-    notes = []
-    for name in layer_names(setup.model, setup.layers):
-        if name not in once:
-            notes.append(f"{name} is left out: the loss does not use it.")
-        elif twice[name] < 2 * once[name]:
-            shared = "all examples of a batch share its input, so that their gradients come summed"
-            notes.append(f"{name} is left out: {shared}.")
-        else:
-            places[name] = 1 if setup.sharing == "reduce" else once[name] // len(few)
-    if not places:
-        raise ValueError(f"no layer is left to inspect: {' '.join(notes)}")
-    return places, tuple(notes)
-
-
-def _places(setup: Setup, order: Tensor) -> dict[str, int]:
-    """In how many places, examples times positions, each layer is used for one batch."""
-    counts: dict[str, int] = {}
+def usable_layers(setup: Setup) -> tuple[Selection, Counter[str], tuple[str, ...]]:
+    """Layers whose gradients come by example, their places (see `layer_facts`), notes on others."""
+    counts: Counter[str] = Counter()
 
     def count(event: Event) -> None:
-        places = event.grads.size(1) * event.grads.size(2)
-        counts[event.layer.name] = counts.get(event.layer.name, 0) + places
+        counts[event.layer.name] += event.grads.size(1) * event.grads.size(2)
 
+    # every example twice: there are two to tell apart even in a data set of one
+    order = setup.order[: max(1, setup.task.batch_size // 2)].repeat(2)
+    batch = setup.task.train.batch(order)
     with capture(setup.model, list(setup.layers) or None, sink=count):
-        setup.task.losses(setup.model, setup.task.train.batch(order)).sum().backward()
-    setup.model.zero_grad()
-    return counts
+        selection = probe_layers(setup.model, batch, setup.loss, setup.selection)
+    dropped = [item for item in selection.left_out if item not in setup.selection.left_out]
+    notes = tuple(f"{item.name} is left out: {item.reason}." for item in dropped)
+    if not selection.layers:
+        raise ValueError(f"no layer is left to inspect: {' '.join(notes)}")
+    summed = setup.sharing == "reduce"  # all positions of an example make one gradient
+    places = {name: 1 if summed else total // len(order) for name, total in counts.items()}
+    return selection, Counter(places), notes
 
 
 def layer_facts(
-    curvature: Curvature, record: Mapping[str, Any], damping: float, places: int
+    curvature: Curvature, record: Mapping[str, Any], setup: Setup, places: int
 ) -> LayerFacts:
-    """record: of the curvature's report; damping: a multiple of the layer's mean eigenvalue."""
-    spectrum = curvature.spectrum(name := record["layer"])
+    """A layer's record in the curvature's report, and what its spectrum adds to it."""
+    name, kind, inputs = record["layer"], record["kind"], record["inputs"]
+    spectrum = curvature.spectrum(name)
     values, sides = spectrum.values.double().clamp_min(0), spectrum.sides
-    largest, smallest, added = float(values.max()), float(values.min()), damping * values.mean()
-    floor = smallest + float(added)
-    names = ("kind", "blocks", "outputs", "inputs", "bytes", "trace", "condition", "effective_rank")
+    largest, smallest, dimension = float(values.max()), float(values.min()), values.numel()
+    mean, added = record["trace"] / dimension, setup.damping * float(values.mean())
+    scaled = None if sides is None else scaled_rank(curvature.layers[name].statistics)
+    # K-FAC's covariance i×i; counts of columns for an embedding; the full diagonal for a norm
+    columns = {"dense": inputs, "index": 1, "diagonal": record["outputs"]}[kind]
     return LayerFacts(
+        **record,
         name=name,
-        **{key: record[key] for key in names},
-        places=places,
+        dimension=dimension,
+        places=places,  # gradients of its outputs that one example makes, by use and position
+        input_bytes=record["blocks"] * inputs * columns * FLOAT,
+        output_bytes={p: output_bytes(record, places * setup.examples, p) for p in POLICIES},
+        mean=mean,
         largest=largest,
         smallest=smallest,
-        damping=float(added),
-        condition_damped=(largest + float(added)) / floor if floor > 0 else math.inf,
-        scaled_rank=None if sides is None else scaled_rank(curvature.layers[name].statistics),
-        kept=int((values > added).sum()),
+        peak=largest / mean if mean else 0.0,
+        damping=added,  # to every eigenvalue
+        condition_damped=(largest + added) / (smallest + added) if smallest + added else math.inf,
+        share=record["effective_rank"] / dimension,
+        scaled_rank=scaled,  # effective rank with the diagonal made 1; None without two sides
+        scaled_share=None if scaled is None else scaled / dimension,
+        kept=int((values > added).sum()),  # eigenvalues above the damping
         spectrum=thinned(values),
         output_spectrum=None if sides is None else thinned(sides[0].double()),
         input_spectrum=None if sides is None else thinned(sides[1].double()),
     )
 
 
-def thinned(values: Tensor, count: int = POINTS) -> Points:
-    """Eigenvalues in falling order, those above 0, at about `count` numbers 1 … n."""
+def output_bytes(layer: Mapping[str, Any], gradients: int, policy: str) -> int:
+    """K-FAC's covariance o×o, or the T gradients o×T it is made of, of every block."""
+    if layer["kind"] == "diagonal":
+        return 0
+    outputs: int = layer["outputs"]
+    columns = gradients if woodbury_policy(outputs, gradients, policy) else outputs
+    return outputs * columns * FLOAT * int(layer["blocks"])
+
+
+def thinned(values: Tensor) -> tuple[tuple[int, float], ...]:
+    """Numbers 1 … n of eigenvalues above 0, in falling order, and their values, at most POINTS."""
     ordered = values.flatten().sort(descending=True).values
     n = int((ordered > 0).sum())
-    numbers = sorted({round(n ** (i / (count - 1))) for i in range(count)}) if n else []
+    numbers = sorted({round(n ** (i / (POINTS - 1))) for i in range(POINTS)}) if n else []
     # four digits are more than a plot can show
     return tuple((number, float(f"{float(ordered[number - 1]):.4g}")) for number in numbers)
 
 
-def scaled_rank(statistics: Mapping[str, Tensor]) -> float | None:
-    """Effective rank of D^-½ (G ⊗ A) D^-½, D the diagonal; None where the sides are not kept."""
+def scaled_rank(statistics: Mapping[str, Tensor]) -> float:
+    """Effective rank of D^-½ (G ⊗ A) D^-½, D the diagonal of G ⊗ A."""
     # it is the product of both sides' correlation matrices: what diagonal scaling leaves
-    if not {"output", "input"} <= set(statistics):
-        return None
     left, right = (_correlations(statistics[side]) for side in ("output", "input"))
     p = (left[:, :, None] * right[:, None, :]).clamp_min(0).flatten()  # [B, o] and [B, i]
     p = p[p > 0] / p.sum()
@@ -357,32 +239,162 @@ def _correlations(side: Tensor) -> Tensor:
     # uncorrelated columns, by their counts
     if side.ndim == 2:
         return (side > 0).double()
-    side = side.double()
-    diagonal = side.diagonal(dim1=1, dim2=2)
-    root = torch.where(diagonal > 0, diagonal.clamp_min(1e-300).rsqrt(), 0.0)
-    return torch.linalg.eigvalsh(side * root[:, :, None] * root[:, None, :])
+    root = side.double().diagonal(dim1=1, dim2=2).rsqrt().nan_to_num(nan=0.0, posinf=0.0)
+    return torch.linalg.eigvalsh(side.double() * root[:, :, None] * root[:, None, :])
 
 
-def _settings(setup: Setup) -> dict[str, Any]:
-    """All that the result depends on, as JSON."""
-    task = setup.task
+def write_report(result: Inspection, curvature: Curvature, folder: Path) -> None:
+    """Write each file atomically; the page comes last, and means that all are there."""
+    record = {**vars(result), "layers": [vars(facts) for facts in result.layers]}
+    text = json.dumps(finite(record), ensure_ascii=False, allow_nan=False) + "\n"
+    html = page(result)
+    # an older page would show what is not in the folder any more
+    (folder / PAGE).unlink(missing_ok=True)
+    curvature.save(folder / "curvature")
+    write_atomically(folder / RECORDS, [text.encode()])
+    write_atomically(folder / PAGE, [html.encode()])
+
+
+def page(result: Inspection) -> str:
+    """The page as one HTML file that needs nothing else."""
+    rows = [cells(facts) for facts in result.layers]
+    return render(
+        "inspect.html",
+        title=f"Curvature of {result.settings['task']}",
+        s=result.settings,
+        result=result,
+        sentences=texts(result),
+        columns=list(rows[0]),
+        rows=[list(row.values()) for row in rows],
+        woodbury_policy=woodbury_policy,
+        dots=ranks(result),
+        conditions=conditions_by_damping(result),
+        memory_by_examples=memory_by_examples(result),
+        **{field: spectra(result, field) for field in SPECTRA},
+    )
+
+
+def texts(result: Inspection) -> tuple[list[str], str, list[str]]:
+    """The verdict in sentences, the circumstances in one, and notes on how to read the table."""
+    text = render("inspect.txt", result=result, s=result.settings, number=number, percent=percent)
+    verdict, _, remarks = text.strip().partition("\n\n")
+    circumstances, *notes = remarks.strip().split("\n")
+    return verdict.split("\n"), circumstances, notes
+
+
+def number(value: float) -> str:
+    """A condition number: three digits, thousands apart, powers of ten where it is large."""
+    if not math.isfinite(value):
+        return "infinite"
+    return f"{value:.1e}" if value >= 1e6 else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.2g} %" if share < 0.1 else f"{100 * share:.0f} %"
+
+
+def table(result: Inspection) -> list[list[str]]:
+    """The head, then a row per layer."""
+    rows = [cells(facts) for facts in result.layers]
+    return [list(rows[0]), *([text for text, _ in row.values()] for row in rows)]
+
+
+def cells(f: LayerFacts) -> dict[str, tuple[str, float | str]]:
+    """A layer's row: column → the text of the cell, and what it is sorted by."""
+    blocks = "" if f.blocks == 1 else f"{f.blocks} × "
+    above, scaled = f.kept / f.dimension, f.scaled_share
     return {
-        "task": task.name,
-        "unit": task.unit,
-        "parameters": sum(p.numel() for p in setup.model.parameters()),
-        "weights": Path(setup.weights).name if setup.weights else f"made from seed {setup.seed}",
-        "training": f"{setup.steps} steps of AdamW" if setup.steps else "none",
-        "learning rate": setup.lr if setup.steps else "none",
-        "batch size": task.batch_size,
-        "seed": setup.seed,
-        "examples": setup.examples,
-        "method": setup.method,
-        "fisher": setup.fisher,
-        "sharing": setup.sharing,
-        "layers": list(setup.layers) or "all",
-        "damping": setup.damping,
-        "terms": "predictions" if task.logits else "examples",
-        "weights digest": digest(setup.model.state_dict().values()),
-        "torch": torch.__version__,
-        "isokron": __version__,
+        "layer": (f.name or "model", f.name),
+        "outputs × inputs": (f"{blocks}{f.outputs:,} × {f.inputs:,}", f.dimension),
+        "kind": (f.kind, f.kind),
+        "trace": (f"{f.trace:.3g}", f.trace),
+        "condition": (number(f.condition), min(f.condition, 1e308)),
+        "condition, damped": (number(f.condition_damped), min(f.condition_damped, 1e308)),
+        "effective rank": (f"{f.effective_rank:,.1f}", f.effective_rank),
+        "of all directions": (percent(f.share), f.share),
+        "after diagonal scaling": (MISSING, -1) if scaled is None else (percent(scaled), scaled),
+        "above damping": (percent(above), above),
+        "statistics": (memory(f.bytes), f.bytes),
     }
+
+
+def short_layers(names: Sequence[str]) -> dict[str, str]:
+    """The shortest ending of each dotted name that no other has, cropped in the middle."""
+    short = {}
+    for name in names:
+        parts = name.split(".")
+        for count in range(1, len(parts) + 1):
+            ending = ".".join(parts[-count:])
+            # a number alone says too little
+            if not ending.isdecimal() and sum(f".{x}".endswith(f".{ending}") for x in names) == 1:
+                break
+        short[name] = (ending if len(ending) <= 13 else f"{ending[:6]}…{ending[-6:]}") or "model"
+    return short
+
+
+def spectra(result: Inspection, field: str) -> list[Plot]:
+    """Eigenvalues in falling order, of as many layers to a plot as there are colours."""
+    title, unit = SPECTRA[field]
+    sides = field != "spectrum"
+    layers = [f for f in result.layers if not sides or (f.output_spectrum and f.input_spectrum)]
+    damping = None if sides else result.settings["damping"] or None
+    short = short_layers([f.name for f in result.layers])
+    count = math.ceil(len(layers) / COLOURS)
+    plots = []
+    for i, part in enumerate(torch.arange(len(layers)).tensor_split(count) if count else ()):
+        lines = []
+        for colour, f in enumerate((layers[k] for k in part), start=1):
+            points = getattr(f, field)
+            by = points[0][1] if sides else f.mean
+            curve = [(place, float(f"{value / by:.4g}")) for place, value in points]
+            lines.append(Line(f.name, colour % COLOURS, curve, beside=short[f.name]))
+        # 1 is the mean, or the largest; below 1e-7 is rounding of float32
+        values = [damping or 1.0, *(y for line in lines for _, y in line.points)]
+        y_range = (max(1e-7, min(values)) / 2, max(values) * 2)
+        place = f" ({i + 1} of {count})" if count > 1 else ""
+        text = f"{title}, layer by layer in falling order, as {unit}."
+        labels = (f"{field}-{i}", title + place, text, "number of the eigenvalue", unit)
+        plots.append(Plot(*labels, lines, y_range=y_range, goal=damping, **LOG))
+    return plots
+
+
+def conditions_by_damping(result: Inspection) -> Plot:
+    """What is left of the condition number of the worst, the middle and the best layer."""
+    ranked = sorted((f for f in result.layers if f.trace > 0), key=lambda f: f.peak)
+    lines: dict[str, Line] = {}
+    for words, colour, place in (("worst", 2, -1), ("median", 1, len(ranked) // 2), ("best", 3, 0)):
+        for f in ranked[place:][:1]:
+            added = [(m, m * f.mean) for m in (10 ** (k / 4) for k in range(-24, 5))]
+            points = [(m, (f.largest + x) / (f.smallest + x)) for m, x in added]
+            # few layers are drawn once, under the first of their names
+            lines.setdefault(f.name, Line(f"{words} ({f.name})", colour, points, beside=words))
+    text = "Condition number after damping, of layers by their largest over their mean eigenvalue."
+    labels = ("damping", "Condition by damping", text, "damping / mean eigenvalue")
+    return Plot(*labels, "condition number", list(lines.values()), **LOG)
+
+
+def ranks(result: Inspection) -> Dots:
+    """Effective rank as a share of all directions, before and after diagonal scaling."""
+    short = short_layers([f.name for f in result.layers])
+    rows = []
+    for f in result.layers:
+        # 1.4 of 20, but 3 of 20 and 140 of 2,000
+        rank = f"{f.effective_rank:,.0f}" if f.effective_rank >= 10 else f"{f.effective_rank:.2g}"
+        text = f"{rank} of {f.dimension:,}"
+        rows.append(Row(f.name, short[f.name], f.share, f.scaled_share, text))
+    text = "; ".join(f"{row.label}: {row.text}" for row in rows)
+    return Dots("ranks", "Effective rank by layer", text, "effective rank / dimension", rows)
+
+
+def memory_by_examples(result: Inspection) -> Plot:
+    """All output sides under each policy, by the number of examples."""
+    layers, most = result.layers, max(1e4, 4.0 * result.settings["examples"])
+    counts = sorted({round(most ** (k / 60)) for k in range(61)})
+    lines = []
+    for policy, colour in (("none", 0), ("all", 2), ("auto", 1)):
+        sizes = [sum(output_bytes(vars(f), n * f.places, policy) for f in layers) for n in counts]
+        points = [(n, size / 2**20) for n, size in zip(counts, sizes, strict=True) if size]
+        lines.append(Line(policy, colour, points))
+    text = "Memory of all output sides as covariances (none), gradients (all), or by choice (auto)."
+    labels = ("memory", "Output sides by number of examples", text, "examples", "MiB")
+    return Plot(*labels, lines, **LOG)

@@ -4,7 +4,14 @@ import pytest
 import torch
 from torch import nn
 
+from isokron.inspect import Setup, measure
 from isokron.tasks import Examples, Task
+
+
+@pytest.fixture
+def inspected():
+    """A short inspection: task, options of `Setup` → result and curvature."""
+    return lambda task, **options: measure(Setup(task, **{"steps": 3, "examples": 20, **options}))
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -10,62 +11,70 @@ from rich.console import Console
 from html_page import HOSTILE, Page, opened
 from isokron.cli.terminal import fitted_table
 from isokron.curvature import Curvature
-from isokron.inspect import inspect
-from isokron.inspect_page import RECORDS, SPARE, page, short_layers, table, texts, write_report
+from isokron.inspect import (
+    RECORDS,
+    SPARE,
+    conditions_by_damping,
+    page,
+    short_layers,
+    table,
+    texts,
+    write_report,
+)
 from isokron.race.race import open_folder
 
 
-def inspected(task, **options):
-    return inspect(task, **{"steps": 3, "examples": 20, **options})
+def changed(facts, **values):
+    return SimpleNamespace(**{**vars(facts), **values})
 
 
 def many(result, count):
     """The same inspection with more layers than colours."""
     layers = [
-        replace(result.layers[i % len(result.layers)], name=f"blocks.{i}.attention_projection")
+        changed(result.layers[i % len(result.layers)], name=f"blocks.{i}.attention_projection")
         for i in range(count)
     ]
     return replace(result, layers=tuple(layers))
 
 
-def test_page_is_well_formed_and_needs_nothing_from_elsewhere(reading):
+def test_page_is_well_formed_and_needs_nothing_from_elsewhere(reading, inspected):
     # ranks, damping, spectra, two sides, memory
     assert Page(page(inspected(reading)[0])).tags.count("svg") == 6
 
 
-def test_many_layers_are_spread_over_figures(reading):
+def test_many_layers_are_spread_over_figures(reading, inspected):
     result = many(inspected(reading)[0], 17)
     html = page(result)
     Page(html)
     assert html.count("<h3>All eigenvalues (") == 3
-    plots = re.findall(r'id="spectra-\d-title".*?</svg>', html, re.S)
+    plots = re.findall(r'id="spectrum-\d-title".*?</svg>', html, re.S)
     assert [len(set(re.findall(r"curve thick (c\d)", plot))) for plot in plots] == [6, 6, 5]
 
 
 @pytest.mark.parametrize("method", ["kfac", "ekfac", "tkfac", "shampoo"])
-def test_every_method_has_a_page(reading, method):
+def test_every_method_has_a_page(reading, method, inspected):
     html = page(inspected(reading, method=method, damping=0.0)[0])
     assert ("Side of the inputs, A" in html) == (method != "ekfac")
 
 
-def test_hostile_names_are_escaped_everywhere(reading):
+def test_hostile_names_are_escaped_everywhere(reading, inspected):
     result = inspected(reading)[0]
-    layers = tuple(replace(facts, name=f"{HOSTILE}{i}") for i, facts in enumerate(result.layers))
+    layers = tuple(changed(facts, name=f"{HOSTILE}{i}") for i, facts in enumerate(result.layers))
     settings = {**result.settings, "task": HOSTILE, "unit": HOSTILE}
     html = page(replace(result, layers=layers, settings=settings, notes=(HOSTILE,)))
     assert Page(html).tags.count("script") == 1  # the page's own
 
 
-def test_a_model_without_curvature_still_has_a_page(reading):
+def test_a_model_without_curvature_still_has_a_page(reading, inspected):
     result = inspected(reading)[0]
     gone = {"trace": 0.0, "largest": 0.0, "smallest": 0.0, "effective_rank": 0.0, "kept": 0}
     none = {"spectrum": (), "output_spectrum": None, "input_spectrum": None}
-    dead = replace(result, layers=tuple(replace(f, **gone, **none) for f in result.layers))
+    dead = replace(result, layers=tuple(changed(f, **gone, **none) for f in result.layers))
     assert texts(dead)[0] == ["No layer has any curvature: all gradients are zero."]
     Page(page(dead))
 
 
-def test_lead_names_the_worst_layer_and_counts_directions(regression):
+def test_lead_names_the_worst_layer_and_counts_directions(regression, inspected):
     result = inspected(regression)[0]
     worst = max(result.layers, key=lambda f: f.largest / f.mean)
     said = texts(result)[0]
@@ -74,7 +83,15 @@ def test_lead_names_the_worst_layer_and_counts_directions(regression):
     assert said[1].startswith(f"About {rank:,.0f} of 74 directions matter")
 
 
-def test_rows_have_all_columns_and_a_narrow_terminal_gives_up_some(reading):
+def test_condition_by_damping_passes_through_the_damped_condition(regression, inspected):
+    result = inspected(regression, damping=0.1)[0]
+    lines = {line.beside: dict(line.points) for line in conditions_by_damping(result).lines}
+    ranked = sorted(result.layers, key=lambda f: f.largest / f.mean)
+    assert lines["worst"][0.1] == pytest.approx(ranked[-1].condition_damped, rel=1e-4)
+    assert lines["best"][0.1] == pytest.approx(ranked[0].condition_damped, rel=1e-4)
+
+
+def test_rows_have_all_columns_and_a_narrow_terminal_gives_up_some(reading, inspected):
     result = inspected(reading)[0]
     for width in (60, 80, 200):
         console = Console(width=width, color_system=None)
@@ -98,7 +115,7 @@ def test_short_names_are_distinct_endings():
     ]
 
 
-def test_files_are_the_same_every_time_and_the_curvature_loads(reading, tmp_path):
+def test_files_are_the_same_every_time_and_the_curvature_loads(reading, tmp_path, inspected):
     for name in ("one", "two", "one"):
         open_folder(tmp_path / name, RECORDS)
         write_report(*inspected(reading), tmp_path / name)
@@ -114,7 +131,9 @@ def test_files_are_the_same_every_time_and_the_curvature_loads(reading, tmp_path
     assert loaded.report()[2]["trace"] == pytest.approx(saved["layers"][2]["trace"])
 
 
-def test_a_write_that_fails_leaves_no_page_of_other_numbers(reading, tmp_path, monkeypatch):
+def test_a_write_that_fails_leaves_no_page_of_other_numbers(
+    reading, tmp_path, monkeypatch, inspected
+):
     open_folder(tmp_path / "one", RECORDS)
     result, curvature = inspected(reading)
     write_report(result, curvature, tmp_path / "one")
@@ -154,7 +173,7 @@ figure.querySelector(".readout").textContent
 
 
 @pytest.mark.parametrize("width", [390, 1280])
-def test_page_works_in_a_browser_without_scrolling_sideways(reading, tmp_path, width):
+def test_page_works_in_a_browser_without_scrolling_sideways(reading, tmp_path, width, inspected):
     browser = opened(page(many(inspected(reading)[0], 9)), tmp_path, width)
     traces = browser.value(SORTED)
     assert traces == sorted(traces, reverse=True)

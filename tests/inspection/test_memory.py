@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from isokron.curvature import CrossEntropy, fit
-from isokron.inspect import FLOAT, HALF, POLICIES, Setup, inspect, measure
+from isokron.inspect import POLICIES, Setup, measure, page
+from isokron.report.render import memory
 from isokron.tasks import Examples, Task
 
 
@@ -37,31 +38,30 @@ def seeing():
 
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
-@pytest.mark.parametrize(("dtype", "number"), [(torch.float32, FLOAT), (torch.bfloat16, HALF)])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_bytes_are_those_of_a_fit_under_the_policy(seeing, policy, dtype, number, sharing):
+def test_bytes_are_those_of_a_fit_under_the_policy(seeing, policy, sharing):
     setup = Setup(seeing, steps=0, examples=20, sharing=sharing)
     result, _ = measure(setup)
-    kept = fit(
-        setup.model,
-        [seeing.train.tensors],
-        CrossEntropy(scores),
-        policy=policy,
-        store_dtype=dtype,
-        sharing=sharing,
-    )
-    held = {record["layer"]: record["bytes"] for record in kept.report(spectra=False)}
-    for facts in result.layers:
-        told = facts.output_bytes(20, policy, number) + facts.input_bytes()
-        assert told == held[facts.name]
-    record = {p["policy"]: p for p in result.by_policy()}[policy]
-    outputs = record["outputs" if number == FLOAT else "outputs_half"]
-    assert record["inputs"] + outputs == sum(held.values())
-    columns = [record["columns"] for record in kept.report(spectra=False)]
-    assert record["gradients"] == sum(count is not None for count in columns)
+
+    def fitted(dtype):
+        options = {"policy": policy, "store_dtype": dtype, "sharing": sharing}
+        loss = CrossEntropy(scores)
+        return fit(setup.model, [seeing.train.tensors], loss, **options).report(spectra=False)
+
+    records = fitted(torch.float32)
+    for facts, record in zip(result.layers, records, strict=True):
+        assert facts.output_bytes[policy] + facts.input_bytes == record["bytes"]
+    inputs = sum(facts.input_bytes for facts in result.layers)
+    total, half = (sum(x["bytes"] for x in fitted(d)) for d in (torch.float32, torch.bfloat16))
+    row = [
+        str(sum(record["columns"] is not None for record in records)),
+        *(memory(size) for size in (total - inputs, half - inputs, total)),
+    ]
+    cells = "".join(f"<td>{cell}</td>" for cell in row)
+    assert f'<th scope="row">{policy}</th>{cells}' in page(result)
 
 
-def test_places_are_positions_one_by_one_or_together(seeing):
+def test_places_are_positions_one_by_one_or_together(seeing, inspected):
     for sharing, places in (("expand", 6), ("reduce", 1)):
-        conv, _, head = inspect(seeing, steps=0, examples=20, sharing=sharing)[0].layers
+        conv, _, head = inspected(seeing, steps=0, sharing=sharing)[0].layers
         assert (conv.places, head.places) == (places, 1)

@@ -45,8 +45,7 @@ def inspect(
 
       isokron inspect --task mine.py:task --weights trained.safetensors
     """
-    from isokron.inspect import Setup, measure
-    from isokron.inspect_page import RECORDS, SPARE, table, texts, write_report
+    from isokron.inspect import RECORDS, SPARE, Setup, measure, table, texts, write_report
     from isokron.race.race import open_folder
     from isokron.tasks import load
 
