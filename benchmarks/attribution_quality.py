@@ -1,6 +1,6 @@
 """How far scores can be trusted: against retrained models, wrong labels, and projections.
 
-    python benchmarks/attribution_quality.py [--only logistic,transformer] [--data mnist]
+    python benchmarks/attribution_quality.py [--only logistic,removals,transformer] [--data mnist]
         [--subsets 40] [--queries 100]
 
 "logistic": multinomial logistic regression, trained by L-BFGS to its minimum with λ/2·‖θ‖², so that
@@ -10,9 +10,11 @@ minus the loss of models trained on them, with its standard error. "Hessian" is 
 function itself, by the whole Hessian and the λ of training; the others are Kronecker-factored. The
 AUC is that of finding the 10 % of the labels that were made wrong.
 
-"transformer": decoders of bytes, trained for some hundred steps. Spearman's ρ of projected scores
-with those of whole gradients, by p, for K-FAC damped by sides, the mean over queries. The noise of
-layers averages out: the more of them, the better.
+"removals": the change of a query's loss in a model trained without its top proponent, and what is
+predicted of it: the score over the number of loss terms, and the predicted nats of --verify.
+
+"transformer": decoders of bytes, trained for some hundred steps. Spearman's ρ of a store's scores
+with exact ones, by dimension, the mean over queries.
 """
 
 import argparse
@@ -38,6 +40,7 @@ from isokron.attribution.evaluate import (
     with_flipped_labels,
 )
 from isokron.attribution.score import exact_scores, query_gradients
+from isokron.attribution.verify import calibrate
 from isokron.curvature import Curvature, fit
 from isokron.tasks import Examples, Shown, Task
 from isokron.tasks.speeches import ByteTransformer
@@ -181,6 +184,36 @@ def logistic(data: str, count: int, asked: int) -> None:
     )
 
 
+def removals(data: str, asked: int) -> None:
+    """Predicted nats against models trained without the top proponent of a query."""
+    task = linear_task(data)
+    everything = torch.arange(len(task.train))
+    model = minimum(task, everything, 0)
+    run = opened(task, model).fit()
+    queries = [
+        Query(batch, (Shown(),), "")
+        for batch in single(Examples(task.held_out.batch(torch.arange(asked))))
+    ]
+    scores = run.score(queries, save=False).as_subclass(Tensor)
+    inverse = run.inverse()
+    assert inverse is not None
+    ratios: dict[str, list[float]] = {"score ÷ terms": [], "predicted nats": []}
+    for query, row in zip(queries, scores, strict=True):
+        best = row.topk(10).indices.tolist()
+        others = minimum(task, everything[everything != best[0]], 0)
+        with torch.no_grad():
+            losses = [float(task.losses(m, query.batch).sum()) for m in (others, model)]
+        change, score = losses[0] - losses[1], float(row[best[0]])
+        ratios["score ÷ terms"].append(score / len(everything) / change)
+        nats = calibrate(run.subject, query.batch, best, inverse, float(row[best].sum()))
+        if nats is not None:
+            ratios["predicted nats"].append(nats * score / change)
+    print(f"\n{task.name}: over the real change, one example left out, {asked} queries")
+    for name, values in ratios.items():
+        low, middle, high = torch.tensor(values).quantile(torch.tensor([0.1, 0.5, 0.9])).tolist()
+        print(f"  {name}: median {middle:.2f}, {low:.2f} to {high:.2f}; {len(values)} queries")
+
+
 def _show(members: Tensor, losses: Tensor, name: str, scores: Tensor) -> None:
     lds = lds_by_query(scores, members, losses)
     error = float(lds.std()) / len(lds) ** 0.5
@@ -242,7 +275,7 @@ def transformer() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="logistic,transformer")
+    parser.add_argument("--only", default="logistic,removals,transformer")
     parser.add_argument("--data", default="mnist", help="mnist or digits")
     parser.add_argument("--subsets", type=int, default=40)
     parser.add_argument("--queries", type=int, default=100)
@@ -251,6 +284,8 @@ def main() -> None:
     chosen = options.only.split(",")
     if "logistic" in chosen:
         logistic(options.data, options.subsets, options.queries)
+    if "removals" in chosen:
+        removals(options.data, options.queries)
     if "transformer" in chosen:
         transformer()
 
