@@ -212,7 +212,8 @@ def bergson(python: str, method: list[str], inputs: Inputs, out: Path) -> list[l
 def kronfluence(python: str, inputs: Inputs, out: Path, *more: str) -> list[list[str]]:
     program = str(Path(__file__).with_name("kronfluence_scores.py"))
     files = [str(inputs.model), str(inputs.train), str(inputs.queries), str(out)]
-    return [[python, program, *files, "--batch", str(BATCH), *more]]
+    # -P: packages would find modules of this folder, such as kernels, in the place of their own
+    return [[python, "-P", program, *files, "--batch", str(BATCH), *more]]
 
 
 TRACKSTAR = ["trackstar", "--projection_dim", str(DIM), "--include_bias"]
