@@ -17,7 +17,7 @@ A count sketch (Charikar et al. 2002) with the signs and places of a tensor sket
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from math import gcd, log2
+from math import ceil, gcd, log2
 from typing import Any
 
 import numpy as np
@@ -187,7 +187,8 @@ def choose_dim(
 
     `memory`: bytes of a store of so many examples. None where no store within it is good enough.
     """
-    dim, everything = LEAST_DIM, sum(layer.parameters for layer in layers)
+    largest = max(layer.parameters for layer in layers)
+    dim = LEAST_DIM
     while True:
         numbers = sum(width(layer, dim) for layer in layers)
         if 4 * examples * numbers > memory:
@@ -195,10 +196,10 @@ def choose_dim(
         correlation = measure(dim)
         if correlation >= least:
             return dim
-        if numbers == everything:  # nothing is folded any more
+        if dim * dim >= largest:  # nothing is folded any more
             return None
         # ρ²/(1 − ρ²) grows with dim², as the variance of the noise falls: hopeless ones are left
         # out, up to the last below the one that should do
         odds = max(correlation, 0.05) ** 2 / (1 - min(correlation, least) ** 2)
         wanted = dim * (least**2 / (1 - least**2) / odds) ** 0.5
-        dim = max(2 * dim, 2 ** int(log2(wanted)))
+        dim = max(2 * dim, 2 ** min(int(log2(wanted)), ceil(log2(largest) / 2)))

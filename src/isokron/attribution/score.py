@@ -195,11 +195,17 @@ def squared_length(layer: Layer, uses: Uses, inverse: Any) -> Tensor:
         turned = apply_to_columns(inverse, grads.flatten(1, 2), columns.flatten())
         same = (columns[:, :, None] == columns[:, None]) & (columns >= 0)[:, :, None]
         return ((grads @ turned.view_as(grads).mT)[0] * same).sum((1, 2))
-    # one by one: H⁻¹ of EK-FAC has several times the memory of a gradient in its rotations
-    matrices = (matrix for part in _gradients_in_chunks(layer, uses) for matrix in part)
-    if inverse is None:
-        return torch.stack([(matrix * matrix).sum() for matrix in matrices])
-    return torch.stack([(matrix * inverse.apply(matrix)).sum() for matrix in matrices])
+    return torch.cat([_squares(part, inverse) for part in _gradients_in_chunks(layer, uses)])
+
+
+def _squares(matrices: Tensor, inverse: Any) -> Tensor:
+    """⟨∇, H⁻¹∇⟩ of gradients [N, B, o, i]: [N]"""
+    if isinstance(inverse, KronEigen):
+        # in the eigenbasis, without the way back
+        rotated = torch.stack([inverse.rotate(matrix) for matrix in matrices])
+        return (inverse.eigenvalues * rotated.square()).flatten(1).sum(1)
+    turned = [matrix if inverse is None else inverse.apply(matrix) for matrix in matrices]
+    return (matrices * torch.stack(turned)).flatten(1).sum(1)
 
 
 def apply_to_columns(inverse: Any, grads: Tensor, columns: Tensor) -> Tensor:
