@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from isokron import Attributor, losses
 from isokron.attribution import Query
+from isokron.attribution.data import to_device
 from isokron.tasks import Shown
 
 Pairs = list[tuple[Tensor, Tensor]]
@@ -168,3 +169,77 @@ def test_a_layer_that_is_dead_on_all_data_adds_nothing(method: str, tmp_path: Pa
     torch.testing.assert_close(values(a.score(pairs(2))), values(right), rtol=1e-3, atol=1e-5)
     a.build(dim=100)
     torch.testing.assert_close(values(a.score(pairs(2))), values(right), rtol=1e-3, atol=1e-3)
+
+
+def test_the_cosine_of_a_convolution_counts_layers_of_fewer_positions(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 4))
+    data = list(zip(torch.randn(8, 1, 6, 6), torch.arange(8) % 4, strict=True))
+    a = Attributor(tmp_path, model, data, loss=losses.CrossEntropy()).fit()
+    own = a.score(data[:1]).answers[0]["proponents"]
+    cosines = {item["example"]: item["cosine"] for item in own}
+    assert cosines[0] == pytest.approx(1.0, abs=1e-3)
+    unit = values(a.score(data[:1], unit=True, save=False))[0]
+    for example, cosine in cosines.items():
+        assert cosine == pytest.approx(float(unit[example]), abs=1e-4)
+
+
+def test_noise_of_cosines_is_that_of_cosines(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    data = list(zip(torch.randn(40, 30), torch.randint(0, 20, (40,)), strict=True))
+    model = nn.Linear(30, 20)
+    a = Attributor(tmp_path, model, data, loss=losses.CrossEntropy()).fit().build(dim=16)
+    unit = a.score(data[:3], unit=True, save=False)
+    assert max(unit.noise.standard_error) < 0.5
+    nearest = a.score(data[:3], mode="nearest", save=False).noise.standard_error
+    each = a.score(data[:3], save=False).noise.standard_error
+    assert nearest == [max(each)]
+
+
+def test_curvature_fitted_by_another_object_is_used(tmp_path: Path) -> None:
+    first, second = begun(tmp_path, pairs()), begun(tmp_path, pairs())
+    plain = values(first.score(pairs(1), save=False))
+    second.fit()
+    assert not values(first.fit().score(pairs(1), save=False)).equal(plain)
+
+
+def test_mappings_of_any_class_are_moved_to_a_device() -> None:
+    class Fields(dict):  # type: ignore[type-arg]
+        pass
+
+    moved = to_device(Fields(x=torch.ones(2), name="a"), torch.device("meta"))
+    assert type(moved) is Fields
+    assert moved["x"].device.type == "meta"
+
+
+def test_texts_are_no_queries_of_python(tmp_path: Path) -> None:
+    a = begun(tmp_path, pairs())
+    for queries in ("a text", ["eval:0"]):
+        with pytest.raises(ValueError, match=r"got a text; read texts with .*read_queries"):
+            a.score(queries)
+
+
+def test_a_store_that_does_not_fit_is_refused_before_it_is_begun(tmp_path: Path) -> None:
+    begun(tmp_path, pairs()).fit()
+    loss = losses.CrossEntropy()
+    a = Attributor(tmp_path, network(4, 5, 3), pairs(), loss=loss, memory=1000)
+    with pytest.raises(ValueError, match=r"whitening .* does not fit"):
+        a.build(dim=4)
+    assert a.folder.stage("build") is None
+
+
+def test_verify_takes_a_likelihood_that_cannot_be_called_and_half_precision(tmp_path: Path) -> None:
+    class Own:
+        """The protocol of isokron.losses and no more."""
+
+        def __init__(self) -> None:
+            right = losses.CrossEntropy()
+            self.forward, self.weights, self.terms = right.forward, right.weights, right.terms
+            self.draw, self.roots = right.draw, right.roots
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).bfloat16()
+    data = [(x.bfloat16(), y) for x, y in pairs()]
+    a = Attributor(tmp_path, model, data, loss=Own()).fit()
+    answer = a.score(data[:1], verify=True).answers[0]
+    assert answer["verify"]["proponents"] < 0

@@ -127,6 +127,10 @@ def test_wrong_calls_are_told_in_one_line_and_leave_nothing(isokron: Call, tmp_p
             *(*TASK, "--prompt", "a"),
             *("--completion", "b", "--completion", "c"),
         ],
+        "'--max-side': Input should be greater than or equal to 1": [*TASK, "--max-side", "0"],
+        "--dim is of a store, and --no-store asks": [*TASK, *asked, "--no-store", "--dim", "4"],
+        "--weights are trained already": [*TASK, *asked, "--weights", "w.safetensors"],
+        "--device 'nope' cannot be used": [*TASK, *asked, "--device", "nope"],
         "no task named": ["--task", "nothing", *asked],
         "--model and --data": ["--model", "m", *asked],
         "no file": ["--model", "m", "--data", "gone.jsonl", *asked],
@@ -161,8 +165,17 @@ def test_what_only_the_task_knows_is_refused_before_any_stage(
     assert right[0] == 0, right[2]
 
 
+def test_a_run_with_a_store_is_scored_with_it(isokron: Call) -> None:
+    asked = ["--query", "eval:0"]
+    assert isokron("attribute", "run", *TASK, *asked, "--dim", "4")[0] == 0
+    code, _, err = isokron("attribute", "run", *TASK, *asked)
+    assert code == 0, err
+    assert "scores: store; the run has a store" in err
+
+
 def test_a_different_command_in_the_same_folder_is_refused(isokron: Call) -> None:
     assert isokron("fit", "run", *TASK)[0] == 0
+    fails(isokron("fit", "run", "--steps", "4"), 2, "steps was 3, is 4; give a new")
     fails(isokron("fit", "run", *TASK[:2], "--steps", "4"), 2, "steps was 3, is 4; give a new")
     fails(isokron("fit", "run", *TASK, "--method", "tkfac"), 1, "method was 'kfac', is 'tkfac'")
     fails(isokron("score", "run", "--query", "eval:0", "--store"), 1, "has no store; build one")
@@ -175,6 +188,8 @@ def test_self_influence_is_written(isokron: Call, tmp_path: Path) -> None:
     assert (tmp_path / "run" / "self.safetensors").exists()
     assert len(out.splitlines()) == 4
     fails(isokron("score", "run"), 2, "give --query or --prompt, or --self")
+    fails(isokron("score", "run", "--self", "--unit"), 2, "--self goes with --top")
+    fails(isokron("score", "run", "--self", "--store"), 1, "has no store")
 
 
 def test_a_run_is_evaluated(isokron: Call, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Which training examples made a model say this: fit curvature, score queries, write a page."""
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isokron.attribution.data import Data, Subject, show_example, spread, to_device
+from isokron.attribution.data import Data, Subject, show_example, spread, to_device, update_hash
 from isokron.attribution.evaluate import Noise
 from isokron.attribution.exact import ExactScorer, Scored
 from isokron.attribution.gradients import SPEARMAN, StoreScorer
@@ -26,7 +27,7 @@ from isokron.curvature.losses import CrossEntropy, Likelihood, Loss
 from isokron.distributed import Ranks
 from isokron.distributed.team import in_turn
 from isokron.tasks import Shown, Task
-from isokron.training import Progress, digest, silent
+from isokron.training import Progress, silent
 
 DAMPING = 0.1
 MODES = ("individual", "mean", "nearest")
@@ -115,7 +116,9 @@ class Attributor:
         self.budget = Budget(self.subject, self.lowrank, memory)
         self.exact = ExactScorer(self.subject, self.inverse)
         self._inverses: dict[float, Curvature] = {}
-        self.weights = digest(model.state_dict().values())
+        total = hashlib.sha256()
+        update_hash(total, model.state_dict())
+        self.weights = total.hexdigest()[:16]
         # another model, or other data, are refused in the same folder
         origin = {
             "given": self.source,
@@ -159,9 +162,18 @@ class Attributor:
             )
         numbers = spread(len(self.data), count)
         # what is recorded cannot be taken back: all checks come before
+        if fisher != "empirical" and not isinstance(self.subject.loss, Likelihood):
+            raise ValueError(
+                f"fisher {fisher!r} needs a loss that knows its distribution, such as "
+                "isokron.losses.CrossEntropy(), or a task with logits; use 'empirical'"
+            )
         self.budget.check_head(numbers)
         self.memory_plan(method).check()
         self.folder.enter("fit", {**settings, "examples": examples, "seed": seed})
+        # another curvature, or none, may be in memory
+        self.__dict__.pop("curvature", None)
+        self.__dict__.pop("store", None)
+        self._inverses.clear()
         if self._is_fitted():
             return self
         self.curvature = fit_curvature(
@@ -243,8 +255,8 @@ class Attributor:
 
         Args:
             dim: a row has dim × dim numbers of every layer, or all of a smaller layer. Default:
-                the smallest power of two from 16 on whose scores have a rank correlation of 0.9
-                with exact ones, measured on a sample.
+                a small power of two from 16 on whose scores have a rank correlation of 0.9 with
+                exact ones, measured on a sample.
             damping: of H, as a multiple of each layer's mean eigenvalue.
             dtype: "float32", "bfloat16" or "float16".
             seed: of the random signs of the projection.
@@ -252,24 +264,31 @@ class Attributor:
         """
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {tuple(DTYPES)}, got {dtype!r}")
-        if dim is not None and (not isinstance(dim, int) or dim < 1):
+        if dim is not None and (type(dim) is not int or dim < 1):
             raise ValueError(f"dim must be a whole number of at least 1, got {dim!r}")
         settings: dict[str, Any] = {"dim": dim, "damping": check_damping(damping)}
         settings |= {"dtype": dtype, "seed": seed}
         limit, scorer = self.budget.limit, self._store_scorer()
+        asked = [] if queries is None else self.queries(queries)
+        plan = self.memory_plan(queries=asked)
+        # rows are whitened by matrices of the size of the statistics
+        parts = {**plan.parts, "whitening": plan.parts["statistics"]}
+        replace(plan, parts=parts).check()
         earlier = self.folder.stage("build")
         if dim is None and earlier is not None:
             settings["dim"] = earlier["dim"]
         elif dim is None:
-            asked = [] if queries is None else self.queries(queries)
             # rows of the sample are in memory several times while they are compared
-            settings["dim"] = scorer.chosen_dim(settings, asked, limit // 8)
+            settings["dim"] = scorer.chosen_dim(settings, asked, limit // 8, plan.block)
+            if self.subject.ranks is not None:
+                self.subject.ranks.agree("the dimension of the store", settings["dim"])
         if settings["dim"] is None:
             raise ValueError(
                 f"no store within {limit // 8} bytes has a rank correlation of {SPEARMAN} with "
                 "exact scores; score exactly (--no-store), or give --dim or more --memory"
             )
         self.folder.enter("build", settings)
+        self.__dict__.pop("store", None)
         scorer.build(self.folder.gradients, settings, self._recorded(settings), limit)
         return self
 
@@ -345,7 +364,7 @@ class Attributor:
         result.why = why or ("the run has a store" if use_store else "the default")
         layered = {**settings, "by_layer": True}
         result.compute_by_layer = lambda: self._scored(asked, layered)[0].by_layer
-        result.compute_tokens = lambda: token_table(self.exact, asked, result, layered["damping"])
+        result.compute_tokens = lambda: token_table(self.exact, asked, result, settings)
         if scored.by_layer is not None:
             result.by_layer = scored.by_layer
         if save:
@@ -364,15 +383,16 @@ class Attributor:
             store, scorer, memory = self.store, self._store_scorer(), self.budget.limit // 4
             build = store.schema.settings["build"]
             scored = scorer.scores(store, build, queries, memory=memory, **options)
-            noise = scorer.noise(queries, scored.scores, damping, plan.block, mean)
+            noise = scorer.noise(queries, scored, damping, plan.block, mean)
         else:
             plan.check()
             scored = self.exact.scores(queries, damping, block=plan.block, **options)
-        scores, layered, lengths, losses = scored
+        scores, layered, lengths, losses = scored.comparable(), *scored[1:]
         if lengths is not None:
-            scores = scores / lengths
             layered = None if layered is None else layered / lengths[:, None]
         if settings["mode"] == "nearest":
+            if noise is not None:
+                noise = replace(noise, standard_error=[max(noise.standard_error)])
             # the layers too are those of the query with the largest score
             best = scores.argmax(0, keepdim=True)
             scores = scores.gather(0, best)
@@ -411,7 +431,7 @@ class Attributor:
 
         A store has it as the squared lengths of its rows; else it takes a pass.
         """
-        use_store = store is not False and self.folder.stage("build") is not None
+        use_store = self.folder.stage("build") is not None if store is None else store
         damping = self._damping(damping, use_store)
         if use_store:
             return self._store_scorer().self_influence(self.store, self.budget.limit // 4)

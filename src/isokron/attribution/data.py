@@ -185,7 +185,10 @@ def spread(total: int, count: int) -> list[int]:
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """A batch with all its tensors on the device."""
-    # transformers' BatchEncoding is no pytree, and has a `to` of its own
+    # transformers' BatchEncoding has a `to` of its own; other mappings may be of any class
+    if isinstance(batch, Mapping) and not hasattr(batch, "to"):
+        moved = {key: to_device(value, device) for key, value in batch.items()}
+        return moved if type(batch) is dict else type(batch)(moved)  # type: ignore[call-arg]
     return tree_map(lambda value: value.to(device) if hasattr(value, "to") else value, batch)
 
 
@@ -202,7 +205,8 @@ def show_example(batch: Any) -> Shown:
     values = {
         key: value[0]
         for key, value in batch.items()
-        if isinstance(value, Tensor | tuple | list) and len(value) == 1
+        if (isinstance(value, tuple | list) or (isinstance(value, Tensor) and value.ndim))
+        and len(value) == 1
     }
     texts = [value for value in values.values() if isinstance(value, str)]
     images = [image for value in values.values() if (image := _image(value)) is not None]

@@ -244,9 +244,10 @@ def evaluate(
     batches = [task.held_out.batch(torch.tensor([number])) for number in range(queries)]
     asked = [Query(batch, (Shown(),), "") for batch in batches]
     gradients_only = replace(a.exact, inverse=lambda damping: None)
-    exact = a.exact.scores(asked, damping, block=queries).scores
+    block = a.memory_plan(queries=asked).block
+    exact = a.exact.scores(asked, damping, block=block).scores
     scores = {
-        "gradients": gradients_only.scores(asked, damping, block=queries).scores,
+        "gradients": gradients_only.scores(asked, damping, block=block).scores,
         stage["method"]: exact,
     }
     by_dim = {

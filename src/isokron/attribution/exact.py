@@ -24,6 +24,10 @@ class Scored(NamedTuple):
     lengths: Tensor | None = None
     losses: Tensor | None = None  # [N]
 
+    def comparable(self) -> Tensor:
+        """Scores, or cosines where lengths are known: [Q, N]"""
+        return self.scores if self.lengths is None else self.scores / self.lengths
+
 
 @dataclass(frozen=True, eq=False)
 class ExactScorer:
@@ -62,7 +66,7 @@ class ExactScorer:
             asked = queries[first : first + step]
             gradients = self.gradients(asked, damping, mean)
             with together(ranks, "scoring examples"):
-                scores, losses, squares = exact_scores(
+                scores, losses, squares, _ = exact_scores(
                     self.subject, batches, gradients, by_layer=by_layer, squares=unit
                 )
             parts.append(scores / len(queries) if mean else scores)
@@ -90,16 +94,22 @@ class ExactScorer:
 
     def example_tokens(
         self, numbers: Sequence[int], gradients: QueryGradients
-    ) -> tuple[dict[int, list[float]], dict[int, float]]:
-        """By example: scores of its positions for the first query, and ⟨∇, H⁻¹∇⟩."""
+    ) -> tuple[dict[int, list[float]], dict[int, float], dict[int, float]]:
+        """By example, for the first query: scores of its positions, its score, and ⟨∇, H⁻¹∇⟩.
+
+        A layer of fewer positions than others, as after pooling, is in the score only.
+        """
         tokens: dict[int, list[float]] = {}
+        totals: dict[int, float] = {}
         squares: dict[int, float] = {}
         for batch in self.subject.data.plan(numbers):
             examples = [self.subject.batch(batch)]
             result = exact_scores(self.subject, examples, gradients, tokens=True, squares=True)
+            assert result.totals is not None
             tokens |= dict(zip(batch, result.scores[0].tolist(), strict=True))
+            totals |= dict(zip(batch, result.totals[0].tolist(), strict=True))
             squares |= dict(zip(batch, result.squares.clamp_min(0).tolist(), strict=True))
-        return tokens, squares
+        return tokens, totals, squares
 
     def query_tokens(self, query: Query, numbers: Sequence[int], damping: float) -> list[float]:
         """How much of the influence of some examples falls on each position of a query."""

@@ -14,7 +14,7 @@ from isokron.attribution.evaluate import Noise, noise
 from isokron.attribution.exact import ExactScorer, Scored, positions
 from isokron.attribution.projection import Encoder, choose_dim, collect, encoders
 from isokron.attribution.queries import Query
-from isokron.attribution.store import Schema, Span, Store
+from isokron.attribution.store import SCHEMA, Schema, Span, Store, read_schema
 from isokron.distributed import Ranks
 from isokron.distributed.team import in_turn, share, side_by_side, together
 from isokron.tasks import Shown
@@ -65,6 +65,7 @@ class StoreScorer:
         rows = rows.mean(0, keepdim=True) if mean else rows
         columns = [store.columns(layer.name) for layer in self.subject.layers]
         ranks = self.subject.ranks
+        columns = columns if by_layer else [slice(None)]
         parts, squares = [torch.zeros(len(rows), len(columns), 0)], [torch.zeros(0)]
         with together(ranks, "scoring shards"):
             for block in store.blocks(memory, share(ranks, store.schema.shards)):
@@ -91,15 +92,17 @@ class StoreScorer:
         return spread(len(self.subject.data), min(SAMPLE, len(self.subject.data)))
 
     def noise(
-        self, queries: Sequence[Query], scores: Tensor, damping: float, block: int, mean: bool
+        self, queries: Sequence[Query], scored: Scored, damping: float, block: int, mean: bool
     ) -> Noise:
-        """Projected scores of all examples against exact ones of a sample."""
-        sample = self.sample()
-        exact = self.exact.scores(queries, damping, block=block, mean=mean, numbers=sample)
-        return noise(exact.scores, scores[:, sample])
+        """Projected scores of all examples against exact ones of a sample, cosines likewise."""
+        sample, unit = self.sample(), scored.lengths is not None
+        exact = self.exact.scores(
+            queries, damping, block=block, mean=mean, unit=unit, numbers=sample
+        )
+        return noise(exact.comparable(), scored.comparable()[:, sample])
 
     def chosen_dim(
-        self, settings: Mapping[str, Any], queries: Sequence[Query], memory: int
+        self, settings: Mapping[str, Any], queries: Sequence[Query], memory: int, block: int
     ) -> int | None:
         """The smallest dimension whose scores agree with exact ones on a sample; None if no store
         within the memory does."""
@@ -108,9 +111,7 @@ class StoreScorer:
             numbers = spread(len(data), min(ASKED, len(data)))
             queries = [Query(data.batch([n]), (Shown(title=data.ids[n]),), "") for n in numbers]
         queries = queries[:ASKED]
-        exact = self.exact.scores(
-            queries, settings["damping"], block=len(queries), numbers=sample
-        ).scores
+        exact = self.exact.scores(queries, settings["damping"], block=block, numbers=sample).scores
 
         def measure(dim: int) -> float:
             projected = self.computed_scores({**settings, "dim": dim}, queries, sample)
@@ -137,6 +138,9 @@ class StoreScorer:
         data, ranks, by_name = self.subject.data, self.subject.ranks, self.encoders(settings)
         columns = {name: encoder.width for name, encoder in by_name.items()}
         per_shard = shard_size(4 * sum(columns.values()), len(data), memory)
+        if (folder / SCHEMA).exists():
+            # less free memory than when the build began changes nothing
+            per_shard = read_schema(folder).examples_per_shard
         if ranks is not None:
             ranks.agree("examples in a shard", per_shard)
         schema = Schema(recorded, columns, len(data), per_shard, settings["dtype"])

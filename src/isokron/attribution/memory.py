@@ -10,7 +10,7 @@ import torch
 
 from isokron.attribution.data import Subject, size_of
 from isokron.attribution.queries import Query
-from isokron.attribution.score import gradient_passes
+from isokron.attribution.score import SLACK, gradient_passes
 from isokron.curvature.backward import unchanged
 from isokron.curvature.fit import MAX_TERMS, planned_bytes
 from isokron.curvature.layers import Layer
@@ -109,7 +109,8 @@ class Budget:
             elif dense:
                 size = outputs * inputs
             else:
-                size = min(positions * (outputs + inputs), outputs * inputs)
+                # many terms may become matrices that take some more
+                size = min(SLACK * positions * (outputs + inputs), outputs * inputs)
             total += 4 * blocks * size
         return total
 

@@ -183,7 +183,7 @@ def choose_dim(
     measure: Callable[[int], float],
     least: float,
 ) -> int | None:
-    """The smallest power of two from 16 on whose measured Spearman is at least `least`.
+    """A small power of two from 16 on whose measured Spearman is at least `least`.
 
     `memory`: bytes of a store of so many examples. None where no store within it is good enough.
     """
@@ -198,8 +198,8 @@ def choose_dim(
             return dim
         if dim * dim >= largest:  # nothing is folded any more
             return None
-        # ρ²/(1 − ρ²) grows with dim², as the variance of the noise falls: hopeless ones are left
-        # out, up to the last below the one that should do
+        # ρ²/(1 − ρ²) grows with dim², as the variance of the noise falls: skip to the largest
+        # power of two below the dimension that this predicts
         odds = max(correlation, 0.05) ** 2 / (1 - min(correlation, least) ** 2)
         wanted = dim * (least**2 / (1 - least**2) / odds) ** 0.5
         dim = max(2 * dim, 2 ** min(int(log2(wanted)), ceil(log2(largest) / 2)))

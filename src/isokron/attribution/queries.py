@@ -126,6 +126,11 @@ def as_queries(
     """
     if isinstance(queries, Query):
         return [queries]
+    if isinstance(queries, str) or (isinstance(queries, list) and str in map(type, queries)):
+        raise ValueError(
+            "queries must be examples like those of the training set, got a text; read texts with "
+            "isokron.attribution.read_queries(task, model, texts)"
+        )
     if isinstance(queries, Examples):
         batches: list[Any] = [queries.batch(torch.tensor([n])) for n in range(len(queries))]
     else:

@@ -111,13 +111,15 @@ def top(scores: Tensor, count: int) -> Signs:
 
 
 def token_table(
-    exact: ExactScorer, queries: Sequence[Query], scores: Tensor, damping: float
+    exact: ExactScorer, queries: Sequence[Query], scores: Tensor, settings: Mapping[str, Any]
 ) -> list[dict[int, list[float]]]:
     """For every query, token scores of its ten strongest examples of either sign."""
+    if settings["mode"] != "individual":
+        raise ValueError(f"tokens need mode='individual', got {settings['mode']!r}")
     table = []
-    for query, row in zip(queries, scores.as_subclass(Tensor), strict=False):
+    for query, row in zip(queries, scores.as_subclass(Tensor), strict=True):
         proponents, opponents = top(row, 10)
-        gradients = exact.gradients([query], damping)
+        gradients = exact.gradients([query], settings["damping"])
         table.append(exact.example_tokens([*proponents, *opponents], gradients)[0])
     return table
 
@@ -252,12 +254,12 @@ class Explanation:
         }
         # tokens of examples are scored for one query, not for several that were asked together
         tokens: dict[int, list[float]] = {}
-        lengths: dict[int, float] = {}
+        cosines: dict[int, float] = {}
         if len(queries) == 1:
-            tokens, lengths = self._explain_(answer, queries[0], signs, row)
+            tokens, cosines = self._explain_(answer, queries[0], signs, row)
         for side, numbers in zip(("proponents", "opponents"), signs, strict=True):
             answer[side] = [
-                self._item(answer, number, n, tokens.get(n, []), lengths.get(n)) for n in numbers
+                self._item(answer, number, n, tokens.get(n, []), cosines.get(n)) for n in numbers
             ]
         return {**answer, "histogram": list(histogram(row))}
 
@@ -266,7 +268,7 @@ class Explanation:
     ) -> tuple[dict[int, list[float]], dict[int, float]]:
         """Add to the answer what the model says of a single query and where in it influence lies.
 
-        By example: scores of its tokens, and |q||t|, of which its score is the cosine's multiple.
+        Returns by example the scores of its tokens, and its cosine with the query by exact scores.
         """
         a, damping = self.attributor, self.settings["damping"]
         gradients = a.exact.gradients([query], damping)
@@ -282,13 +284,13 @@ class Explanation:
             answer |= self._verify(query, signs, float(sum(row[n] for n in signs[0])))
         if signs[0] and count > 1:
             answer["token_scores"] = aligned(a.exact.query_tokens(query, signs[0], damping), count)
-        tokens, squares = a.exact.example_tokens([*signs[0], *signs[1]], gradients)
+        tokens, totals, squares = a.exact.example_tokens([*signs[0], *signs[1]], gradients)
         norm = max(0.0, gradients.squares[0]) ** 0.5
         lengths = {n: max(norm * square**0.5, TINY) for n, square in squares.items()}
         if self.settings["unit"]:
             # so that they add up to the cosine that is shown
             tokens = {n: [value / lengths[n] for value in tokens[n]] for n in tokens}
-        return tokens, lengths
+        return tokens, {n: totals[n] / lengths[n] for n in totals}
 
     def _item(
         self,
@@ -296,7 +298,7 @@ class Explanation:
         query: int,
         example: int,
         token_scores: list[float],
-        length: float | None,
+        cosine: float | None,
     ) -> dict[str, Any]:
         """One training example among the top of a query."""
         a, settings = self.attributor, self.settings
@@ -304,8 +306,6 @@ class Explanation:
         error = answer["standard_error"]
         shown = a.show(a.data.batch([example]))[0]
         tokens = len(shown.tokens)
-        # by the exact score, also where the one that ranks is projected
-        cosine = score if settings["unit"] else sum(token_scores) / length if length else None
         layers = self.scores.by_layer[query, :, example].tolist() if settings["by_layer"] else []
         return {
             "example": example,
@@ -314,7 +314,7 @@ class Explanation:
             "share": score / positive if positive > 0 else 0.0,
             "nats": None if answer["calibration"] is None else answer["calibration"] * score,
             "per_token": score / tokens if tokens > 1 else None,
-            "cosine": cosine,
+            "cosine": score if settings["unit"] else cosine,
             "tokens_counted": tokens or None,
             "loss": float(self.losses[example]),
             "noisy": error is not None and abs(score) < NOISE * error,
@@ -333,8 +333,9 @@ class Explanation:
         batch = to_device(query.batch, subject.device)
         changes = verify(subject, batch, groups)
         inverse, calibration = a.inverse(self.settings["damping"]), None
-        # a cosine is no share of a change
-        if inverse is not None and not self.settings["unit"]:
+        # a cosine is no share of a change, and a store may leave layers out
+        partial = self.settings["unit"] or len(self.scores.layers) < len(subject.layers)
+        if inverse is not None and not partial:
             calibration = calibrate(subject, batch, proponents, inverse, predicted)
         return {"verify": {"examples": len(proponents), **changes}, "calibration": calibration}
 

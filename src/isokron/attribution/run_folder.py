@@ -27,7 +27,7 @@ RECORD = "run.json"
 WEIGHTS = "weights.safetensors"
 # what may be there before run.json: weights, and what a killed process had begun to write
 EARLY = (WEIGHTS, f".{WEIGHTS}.tmp", f".{RECORD}.tmp")
-FORMAT = {"format": "isokron run", "version": 2}
+FORMAT = {"format": "isokron run", "version": 3}
 VERSIONS = {"isokron": __version__, "torch": torch.__version__}
 
 
@@ -99,7 +99,7 @@ def read_record(folder: Path) -> dict[str, Any]:
     path = folder / RECORD
     try:
         record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(
             f"no run in {folder}: {RECORD} is missing; begin one with: isokron attribute {folder}"
         ) from None

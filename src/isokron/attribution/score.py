@@ -279,8 +279,8 @@ def query_gradients(
         result.token_losses.append(by_token[0].tolist() if alone and by_token is not None else [])
 
     passes = gradient_passes(subject, batches)
-    if batches:
-        passes.over(fold, after)
+    # a query that does not use a layer has a score of 0 there
+    passes.over(fold, after, check=False)
     for layer_queries in result.layers.values():
         layer_queries.finish(result.count)
     return result
@@ -293,11 +293,12 @@ def gradient_passes(subject: Subject, batches: Iterable[Any]) -> Passes:
 
 class PassScores(NamedTuple):
     """Scores [Q, N], [Q, layers, N] by layer or [Q, N, S] by token; of the examples, losses [N] and
-    squares ⟨∇, H⁻¹∇⟩ [N], empty if not asked for."""
+    squares ⟨∇, H⁻¹∇⟩ [N], zeros if not asked for. totals: [Q, N], of all layers, with tokens."""
 
     scores: Tensor
     losses: Tensor
     squares: Tensor
+    totals: Tensor | None = None
 
 
 def exact_scores(
@@ -313,6 +314,7 @@ def exact_scores(
     scores: list[Tensor] = []
     losses: list[Tensor] = []
     lengths: list[Tensor] = []
+    totals: list[Tensor] = []
     # of the current batch
     parts: dict[str, Tensor] = {}
     layer_squares: list[Tensor] = []
@@ -334,10 +336,11 @@ def exact_scores(
     def after() -> None:
         batch_losses = passes.losses.detach()
         shape = (queries.count, len(batch_losses), 1)[: 2 + tokens]
-        # of layers without a gradient, such as an expert without a token in this batch
+        # the part of a layer without a gradient, such as an expert without a token in this batch
         zeros = batch_losses.new_zeros(shape, dtype=passes.dtype)
         products = [parts.pop(layer.name, zeros) for layer in subject.layers]
         if tokens:
+            totals.append(torch.stack([part.sum(2) for part in products]).sum(0))
             # a layer of fewer positions, as after pooling, belongs to no token
             most = max(part.size(2) for part in products)
             products = [part for part in products if part.size(2) == most]
@@ -354,4 +357,5 @@ def exact_scores(
         shape = (queries.count, len(subject.layers), 0) if by_layer else (queries.count, 0)
         return PassScores(empty.view(shape), empty, empty)
     joined = torch.cat(scores, 2 if by_layer else 1)
-    return PassScores(joined, torch.cat(losses), torch.cat(lengths))
+    joined_totals = torch.cat(totals, 1) if tokens else None
+    return PassScores(joined, torch.cat(losses), torch.cat(lengths), joined_totals)

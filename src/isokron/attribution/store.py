@@ -99,14 +99,14 @@ class Store:
                 )
             body = {**FORMAT, "generator": GENERATOR, **asdict(schema)}
             write_atomically(folder / SCHEMA, [json.dumps(body, indent=1).encode(), b"\n"])
-        begun = _read_schema(folder)
+        begun = read_schema(folder)
         check_same(folder, "store", _flat(begun), _flat(schema))
         return Store(folder, begun)
 
     @staticmethod
     def open(folder: str | Path, verify: bool = False) -> "Store":
         """A finished store, whose headers are right; `verify`: and all bytes, by SHA-256."""
-        store = Store(Path(folder), _read_schema(Path(folder)))
+        store = Store(Path(folder), read_schema(Path(folder)))
         problems = [store._problem(number, verify) for number in range(store.schema.shards)]
         if absent := problems.count("is missing"):
             raise ValueError(
@@ -212,7 +212,7 @@ class Store:
         return "is damaged: its SHA-256 differs" if damaged else ""
 
 
-def _read_schema(folder: Path) -> Schema:
+def read_schema(folder: Path) -> Schema:
     path = folder / SCHEMA
     if not path.exists():
         raise FileNotFoundError(f"no store in {folder}: {SCHEMA} is missing; build one first")

@@ -16,7 +16,7 @@ from torch.func import functional_call
 
 from isokron.attribution.data import Subject, spread
 from isokron.curvature import Curvature
-from isokron.curvature.losses import terms_and_weights
+from isokron.curvature.losses import Likelihood, terms_and_weights
 
 SHARE = 0.01  # of the examples' own loss, by which a step lowers it at most, to first order
 SAMPLE = 64  # training examples that curvature along a direction is measured on
@@ -37,7 +37,7 @@ def verify(
     with _at_weights(subject) as (weights, total):
         before = float(total(weights, query))
         steps = {
-            name: _gradient(weights, total, subject.batch(numbers))
+            name: _gradient(subject, weights, total, numbers)
             for name, numbers in groups.items()
             if numbers
         }
@@ -65,7 +65,9 @@ def calibrate(
     data = subject.data
     sample = spread(len(data), min(SAMPLE, len(data)))
     with _at_weights(subject) as (weights, total):
-        own_loss, gradient = _gradient(weights, total, subject.batch(examples))
+        own_loss, gradient = _gradient(subject, weights, total, examples)
+        unused = {name: torch.zeros_like(w) for name, w in weights.items() if name not in gradient}
+        gradient |= unused
         direction = inverse.matvec(gradient)
         slope = sum(float((direction[key] * gradient[key]).sum()) for key in direction)
         if not slope > 0:
@@ -95,16 +97,22 @@ def _at_weights(
     # a compiled model shares its weights
     module = getattr(subject.model, "_orig_mod", subject.model)
 
+    # in half precision a small step would be lost in rounding
+    buffers = {name: _wide(buffer) for name, buffer in module.named_buffers()}
+
     def total(weights: Weights, batch: Any) -> Tensor:
-        network = _WithWeights(module, weights)
-        terms, counts = terms_and_weights(subject.loss(network, _wide(batch)))  # type: ignore[operator, arg-type]
+        network: Any = _WithWeights(module, {**weights, **buffers})
+        loss, batch = subject.loss, _wide(batch)
+        if isinstance(loss, Likelihood):
+            outputs, targets = loss.forward(network, batch)
+            return (loss.terms(outputs, targets) * loss.weights(targets)).sum()
+        terms, counts = terms_and_weights(loss(network, batch))
         return (terms * counts).sum()
 
     modes = {part: part.training for part in module.modules()}
     module.eval()
     try:
         with torch.no_grad():
-            # in half precision a small step would be lost in rounding
             yield {name: _wide(param) for name, param in module.named_parameters()}, total
     finally:
         for part, training in modes.items():
@@ -134,15 +142,24 @@ def _wide(value: Any) -> Any:
 
 
 def _gradient(
-    weights: Weights, total: Callable[[Weights, Any], Tensor], batch: Any
+    subject: Subject,
+    weights: Weights,
+    total: Callable[[Weights, Any], Tensor],
+    examples: Sequence[int],
 ) -> tuple[float, Weights]:
     """Loss of some examples, and its gradient by parameter, without those it does not depend on."""
     leaves = {name: param.detach().clone().requires_grad_() for name, param in weights.items()}
-    with torch.enable_grad():
-        value = total(leaves, batch)
-        grads = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
-    named = zip(leaves, grads, strict=True)
-    return float(value.detach()), {name: grad for name, grad in named if grad is not None}
+    loss, sums = 0.0, dict[str, Tensor]()
+    # in the batches of the memory plan
+    for numbers in subject.data.plan(examples):
+        with torch.enable_grad():
+            value = total(leaves, subject.batch(numbers))
+            grads = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
+        loss += float(value.detach())
+        for name, grad in zip(leaves, grads, strict=True):
+            if grad is not None:
+                sums[name] = sums[name] + grad if name in sums else grad
+    return loss, sums
 
 
 def _moved(weights: Weights, direction: Weights, step: float) -> Weights:

@@ -13,7 +13,15 @@ import typer
 
 from isokron.cli import process
 from isokron.cli.process import work
-from isokron.cli.source import Dtype, Resources, Source, open_run, option, recorded_source
+from isokron.cli.source import (
+    Dtype,
+    Machine,
+    Resources,
+    Source,
+    open_run,
+    option,
+    recorded_source,
+)
 from isokron.cli.terminal import (
     SHOWN,
     Display,
@@ -66,7 +74,7 @@ class StoreRows:
     panel: ClassVar[str] = "Gradient store"
     dim: int | None = option(
         None,
-        "Store N × N numbers of each layer's gradient. Default: the smallest power of two from 16 "
+        "Store N × N numbers of each layer's gradient. Default: a small power of two from 16 on "
         "whose scores have a rank correlation of 0.9 with exact ones.",
         min=1,
     )
@@ -165,10 +173,14 @@ def attribute(
     """
     # before the model is loaded or trained, which may take minutes
     asked.check()
+    if scoring.store is False and rows.dim is not None:
+        raise ValueError("--dim is of a store, and --no-store asks for none; leave one of them out")
     with Display() as progress:
         a = open_run(run, progress, source, resources)
         queries = asked.read(a)
         use_store, why = a.choose(queries)
+        if not use_store and a.folder.stage("build") is not None:
+            use_store, why = True, "the run has a store"
         demanded = scoring.store is not None or rows.dim is not None
         if demanded:
             use_store, why = scoring.store is not False, "as asked for"
@@ -193,7 +205,7 @@ def attribute(
     typer.echo(f"\nPage: {page.resolve()}")
 
 
-def fit(run: RunFolder, source: Source, curvature: RunCurvature, resources: Resources) -> None:
+def fit(run: RunFolder, source: Source, curvature: RunCurvature, machine: Machine) -> None:
     """Fit the curvature of a model on its training data.
 
     Example:
@@ -201,7 +213,7 @@ def fit(run: RunFolder, source: Source, curvature: RunCurvature, resources: Reso
       isokron fit runs/digits --task digits --method ekfac
     """
     with Display() as progress:
-        a = open_run(run, progress, source, resources)
+        a = open_run(run, progress, source, machine)
         announce(a, progress, curvature)
         with work():
             curvature.fit(a)
@@ -218,7 +230,7 @@ def build(run: RunFolder, rows: StoreRows, resources: Resources) -> None:
       isokron build runs/digits --dim 16 --store-dtype bfloat16
     """
     with Display() as progress:
-        a = open_run(run, progress, resources=resources)
+        a = open_run(run, progress, machine=resources)
         with work():
             rows.build(a, resources.damping)
     typer.echo(f"Gradients: {a.folder.gradients}")
@@ -249,11 +261,13 @@ def score(
     if self_influence == bool(asked.query or asked.prompt):
         raise ValueError("give --query or --prompt, or --self")
     if self_influence:
+        if asked != Asked() or scoring.unit:
+            raise ValueError("--self goes with --top, --store and --damping only")
         score_self(run, scoring, resources)
         return
     asked.check()
     with Display() as progress:
-        a = open_run(run, progress, resources=resources)
+        a = open_run(run, progress, machine=resources)
         queries = asked.read(a)
         with work():
             settings = {**asdict(scoring), **asked.settings(), "damping": resources.damping}
@@ -271,7 +285,7 @@ def score_self(run: Path, scoring: Scoring, resources: Resources) -> None:
 
     path = run / "self.safetensors"
     with Display() as progress:
-        a = open_run(run, progress, resources=resources)
+        a = open_run(run, progress, machine=resources)
         with work():
             values = a.self_influence(resources.damping, scoring.store)
             with in_turn(process.ranks(), "writing scores"):
@@ -298,7 +312,7 @@ def query(
       echo "eval:0" | isokron query runs/digits --json
     """
     with Display() as progress:
-        a = open_run(run, progress, resources=resources)
+        a = open_run(run, progress, machine=resources)
     failed = False
     for text in input_lines():
         try:
@@ -367,9 +381,11 @@ def announce(
 
 def evaluate(
     run: RunFolder,
-    subsets: Annotated[int, typer.Option(help="Number of models to retrain.", min=1)] = 20,
+    subsets: Annotated[int, typer.Option(help="Number of models to retrain.", min=2)] = 20,
     queries: Annotated[int, typer.Option(help="Evaluation examples to score.", min=1)] = 20,
-    flipped: Annotated[float, typer.Option(help="Fraction of labels to flip; 0: none.")] = 0.1,
+    flipped: Annotated[
+        float, typer.Option(help="Fraction of labels to flip; 0: none.", min=0, max=0.9)
+    ] = 0.1,
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
 ) -> None:
     """Retrain the model on random halves of its data and compare the results with the scores.

@@ -57,21 +57,29 @@ class Source:
         "Patterns of layer names, comma-separated or repeated; !pattern excludes. Default: all "
         "linear, convolution and norm layers up to --max-side.",
     )
-    max_side: int = option(8192, "Largest number of inputs or outputs of the default layers.")
+    max_side: int = option(
+        8192, "Largest number of inputs or outputs of the default layers.", min=1
+    )
     head: Literal["skip", "lowrank"] = option(
         "skip", "Output head larger than --max-side: leave it out, or use a low-rank form."
     )
 
     def resolved(self) -> Source:
         """The same source in any working directory; refuses what cannot be one."""
-        from isokron.tasks.catalog import resolved
-
         if self.task is None and (self.model is None or self.data is None):
             raise ValueError("a new run needs --task, or --model and --data")
         if self.task is not None and (self.model is not None or self.data is not None):
             raise ValueError("give --task, or --model and --data, not both")
+        if self.weights is not None and self.steps:
+            raise ValueError("--weights are trained already; leave --steps or --weights out")
         if self.weights is not None and not Path(self.weights).is_file():
             raise ValueError(f"--weights: no file {self.weights!r}")
+        return self.with_paths()
+
+    def with_paths(self) -> Source:
+        """The same source with absolute paths."""
+        from isokron.tasks.catalog import resolved
+
         # later commands on the run may be called from another folder
         names = [name for name in ("task", "model", "data", "weights") if getattr(self, name)]
         paths: dict[str, Any] = {
@@ -144,7 +152,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Resources:
+class Machine:
     """The options that all commands on a run have in common."""
 
     panel: ClassVar[str] = "Computation"
@@ -152,6 +160,12 @@ class Resources:
     memory: float | None = option(
         None, "Memory to use, in GiB. Default: half of what is free.", min=1e-6
     )
+
+
+@dataclass(frozen=True)
+class Resources(Machine):
+    """The options of commands that use H⁻¹."""
+
     damping: float | None = option(
         None, "Damping, as a multiple of each layer's mean eigenvalue. Default: 0.1.", min=0
     )
@@ -161,7 +175,7 @@ def open_run(
     folder: Path,
     progress: Progress,
     source: Source | None = None,
-    resources: Resources = Resources(),
+    machine: Machine = Machine(),
 ) -> Attributor:
     """The run in a folder; `source` begins a new one, or must be that of the run."""
     import torch
@@ -174,9 +188,14 @@ def open_run(
     if source is None or (folder / RECORD).exists():
         recorded = recorded_source(folder)
         if source is not None and source != Source():
-            check_same(folder, "source", recorded.given(), source.resolved().given())
+            check_same(folder, "source", recorded.given(), source.with_paths().given())
         source = recorded
     source = source.resolved()
+    device = machine.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {device!r} cannot be used: {error}") from None
     task = source.load_task()
     most = len(task.train)
     if source.examples is not None and source.examples > most:
@@ -189,11 +208,11 @@ def open_run(
         folder,
         model,
         task=task,
-        device=resources.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        device=device,
         layers=source.layers,
         head=source.head,
         max_side=source.max_side,
-        memory=None if resources.memory is None else int(resources.memory * 2**30),
+        memory=None if machine.memory is None else int(machine.memory * 2**30),
         examples=source.examples,
         source=source.given(),
         ranks=process.ranks(),

@@ -151,11 +151,13 @@ def show_scores(a: Attributor, queries: Sequence[Query], scores: Scores, most: i
         name = query.name if one_by_one else f"{len(queries)} queries"
         text = "".join(query.shown[0].tokens) if query.shown[0].generated else ""
         typer.echo(f"\n{name[:WIDTH]}{' → ' if text else ': '}{text or one_line(query.shown[0])}")
-        positive = float(scores[number].clamp_min(0).sum()) or 1.0
+        positive = float(scores[number].clamp_min(0).sum())
         for sign, ranked in (("+", top.proponents), ("−", top.opponents)):
             for entry in ranked:
-                share, example = abs(entry.score) / positive, example_line(a, entry.example)
-                typer.echo(f"  {sign} {share:7.2%}  {entry.id:<20}  {example}")
+                # without a proponent there is nothing to have a share of
+                share = abs(entry.score) / positive if positive else 0.0
+                size = f"{share:7.2%}" if positive else f"{abs(entry.score):7.3g}"
+                typer.echo(f"  {sign} {size}  {entry.id:<20}  {example_line(a, entry.example)}")
         checked = scores.answers[number]["verify"] if scores.answers else None
         if checked is not None:
             groups = ("proponents", "random", "opponents")

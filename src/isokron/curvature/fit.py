@@ -167,7 +167,15 @@ def _reduce_(layers: Mapping[str, Sums], ranks: Ranks | None, like: Tensor) -> N
     for sums in layers.values():
         if isinstance(sums, GradientRows):
             # ranks have neighbouring batches, so that rows come in the order of one process
-            everyone = gather(ranks, {k: torch.cat(p, 1) for k, p in sums.rows.items() if p})
+            everyone = gather(
+                ranks,
+                # later rows may have moved to the host
+                {
+                    k: torch.cat([x.to(p[-1].device) for x in p], 1)
+                    for k, p in sums.rows.items()
+                    if p
+                },
+            )
             sums.rows = {key: [] for key in sums.rows}
             for rows in everyone:
                 for key, part in rows.items():
