@@ -1,6 +1,5 @@
 """Which training examples made a model say this: fit curvature, score queries, write a page."""
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isokron.attribution.data import Data, Subject, show_example, spread, to_device, update_hash
+from isokron.attribution.data import Data, Subject, hash_of, show_example, spread, to_device
 from isokron.attribution.evaluate import Noise
 from isokron.attribution.exact import ExactScorer, Scored
 from isokron.attribution.gradients import SPEARMAN, StoreScorer
@@ -116,9 +115,7 @@ class Attributor:
         self.budget = Budget(self.subject, self.lowrank, memory)
         self.exact = ExactScorer(self.subject, self.inverse)
         self._inverses: dict[float, Curvature] = {}
-        total = hashlib.sha256()
-        update_hash(total, model.state_dict())
-        self.weights = total.hexdigest()[:16]
+        self.weights = hash_of(model.state_dict())[:16]
         # another model, or other data, are refused in the same folder
         origin = {
             "given": self.source,

@@ -233,6 +233,13 @@ def _image(value: Any) -> Tensor | None:
     return ((value - low) / (high - low).clamp_min(1e-12) * 255).round().to(torch.uint8)
 
 
+def hash_of(value: Any) -> str:
+    """SHA-256 of all that `update_hash` adds."""
+    total = hashlib.sha256()
+    update_hash(total, value)
+    return total.hexdigest()
+
+
 def update_hash(total: Any, value: Any) -> None:
     """Add a batch, or a value of an example, to a hash: types, shapes and bytes."""
     if isinstance(value, Tensor):

@@ -23,7 +23,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from isokron._version import __version__
-from isokron.attribution.data import update_hash
+from isokron.attribution.data import hash_of
 from isokron.attribution.projection import GENERATOR
 from isokron.attribution.run_folder import check_same
 from isokron.files import clear_beside, write_atomically
@@ -142,7 +142,9 @@ class Store:
         tensors = {name: value.detach().cpu().contiguous() for name, value in extra.items()}
         tensors |= {"gradients": rows, "ids": names}
         # one key only: safetensors writes several in no particular order
-        header = json.dumps({**self._header(number), "sha256": _digest(tensors)})
+        header = json.dumps(
+            {**self._header(number), "sha256": hash_of(dict(sorted(tensors.items())))}
+        )
         write_atomically(self._path(number), [save(tensors, {"isokron": header})])
 
     def finish(self) -> "Store":
@@ -206,7 +208,7 @@ class Store:
                 if shape != [span.last - span.first, self.schema.width]:
                     return f"is damaged: its gradients have the shape {shape}"
                 tensors = {name: file.get_tensor(name) for name in file.keys() if verify}  # noqa: SIM118
-                damaged = verify and sha256 != _digest(tensors)
+                damaged = verify and sha256 != hash_of(dict(sorted(tensors.items())))
         except (SafetensorError, KeyError, TypeError, ValueError) as error:
             return f"is damaged: {error}"
         return "is damaged: its SHA-256 differs" if damaged else ""
@@ -239,13 +241,6 @@ def _flat(schema: Schema) -> dict[str, Any]:
     columns = {f"columns of {layer}": width for layer, width in schema.columns.items()}
     sizes = {"examples": schema.examples, "examples_per_shard": schema.examples_per_shard}
     return {**schema.settings, **sizes, "dtype": schema.dtype, **columns}
-
-
-def _digest(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 of names, dtypes, shapes and bytes."""
-    total = hashlib.sha256()
-    update_hash(total, {name: tensors[name] for name in sorted(tensors)})
-    return total.hexdigest()
 
 
 def _check_finite(rows: Tensor, first: int) -> None:
