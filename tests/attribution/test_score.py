@@ -179,3 +179,21 @@ def test_weights_of_terms_multiply_gradients_linearly() -> None:
     rows = torch.stack(grads)
     assert off(scores[0], rows @ rows.sum(0)) < 1e-5
     assert torch.allclose(losses, terms * weights)
+
+
+def test_a_mean_of_many_queries_holds_no_more_than_a_matrix_beside_its_terms() -> None:
+    model, examples = case("words")
+    subject = subject_of(model)
+    inverse = fitted("words", "kfac").damped_inverse(0.1)
+    asked = batches(examples, 1) * 20
+    queries = query_gradients(subject, asked, inverse, groups=[0] * len(asked))
+    for layer in subject.layers:
+        if layer.kind == "index":  # an embedding's matrix would be of the vocabulary's size
+            continue
+        held = queries.layers[layer.name]
+        numbers = held.matrices.numel()
+        if len(held.owner):
+            numbers += held.left.numel() + held.right.numel()
+        assert numbers <= 2 * layer.parameters, layer.name
+    scores = exact_scores(subject, batches(examples), queries).scores[0]
+    assert off(scores, 20 * brute_force("words", "kfac", 0.1).sum(0)) < 5e-6

@@ -10,6 +10,7 @@ An embedding's ā is one-hot, so v_r · ā_s is an equality of token numbers. Ko
 Grosse et al. 2308.03296.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -44,6 +45,7 @@ class LayerQueries:
         # EK-FAC's eigenvalues are no Kronecker product: its H⁻¹∇ has no rank-one terms
         self.factored = inverse is None or isinstance(inverse, Kron)
         self.terms: list[tuple[int, Tensor, Tensor]] = []
+        self.term_counts = Counter[int]()
         self.by_query: dict[int, Tensor] = {}
         self.owner = self.matrix_owner = torch.zeros(0, dtype=torch.int64, device=device)
         self.matrices = torch.zeros(0, *layer.shape, device=device)
@@ -54,8 +56,11 @@ class LayerQueries:
         _, outputs, inputs = self.layer.shape
         # positions without a gradient, such as padding, add no term
         reached = uses.grads.abs().amax((0, 3)).flatten().nonzero()[:, 0]
-        small = len(reached) * (outputs + inputs) <= outputs * inputs
+        # with those of its earlier batches, of which a mean query has many
+        count = self.term_counts[query] + len(reached)
+        small = count * (outputs + inputs) <= outputs * inputs
         if uses.kind == "index" or (uses.kind == "dense" and self.factored and small):
+            self.term_counts[query] = count
             self.terms.append((query, *self._rank_one_terms(uses, reached)))
         else:
             total = gradient(self.layer, uses).sum(0)

@@ -111,7 +111,7 @@ class Asked:
     verify: bool = option(
         False,
         "Take one real training step on the top proponents, on random examples and on the "
-        "opponents, and show how the loss of the query changes.",
+        "opponents, show how the loss of the query changes, and predict it without an example.",
     )
 
     def check(self) -> None:
