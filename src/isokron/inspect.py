@@ -125,7 +125,7 @@ def measure(setup: Setup, progress: Progress = silent) -> tuple[Inspection, Curv
         if setup.steps:
             training.train_(model, task, setup.steps, setup.lr, setup.seed, progress)
         selection, places, notes = usable_layers(setup)
-        batches = Batches(setup, progress)
+        batches = ExampleBatches(setup, progress)
         options: Any = {"fisher": setup.fisher, "sharing": setup.sharing, "seed": setup.seed}
         curvature = fit(model, batches, setup.loss, setup.method, selection=selection, **options)
         loss = training.evaluation_loss(model, task)
@@ -137,7 +137,7 @@ def measure(setup: Setup, progress: Progress = silent) -> tuple[Inspection, Curv
 
 
 @dataclass
-class Batches:
+class ExampleBatches:
     """The examples to fit on, in batches that may be iterated several times."""
 
     setup: Setup

@@ -38,7 +38,7 @@ RunFolder = Annotated[Path, typer.Argument(help="Folder of the run.", metavar="R
 
 
 @dataclass(frozen=True)
-class Curvature:
+class CurvatureOptions:
     """Options of all commands that fit curvature."""
 
     panel: ClassVar[str] = "Curvature"
@@ -54,7 +54,7 @@ class Curvature:
 
 
 @dataclass(frozen=True)
-class RunCurvature(Curvature):
+class RunCurvature(CurvatureOptions):
     """Options of `fit`."""
 
     fit_examples: int | None = option(

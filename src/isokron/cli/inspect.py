@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from isokron.cli.attribution import Curvature
+from isokron.cli.attribution import CurvatureOptions
 from isokron.cli.process import work
 from isokron.cli.race import TASK
 from isokron.cli.terminal import Display, fitted_table, output
@@ -22,7 +22,7 @@ OUT = "Folder for the page; an earlier inspection in it is replaced."
 
 
 def inspect(
-    curvature: Curvature,
+    curvature: CurvatureOptions,
     task: Annotated[str, typer.Option(help=TASK)] = "digits",
     steps: Annotated[int | None, typer.Option(help=STEPS)] = None,
     lr: Annotated[float, typer.Option(help="Learning rate for --steps.")] = 3e-3,

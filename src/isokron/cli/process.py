@@ -23,8 +23,8 @@ SINGLE = ("demo", "race", "query", "evaluate", "inspect", "plan")
 _launched: Launched | None = None  # the process group, until the process ends
 
 
-class Failed(Exception):
-    """Failed work, as opposed to a wrong call; its cause is the error."""
+class FailedWork(Exception):
+    """FailedWork work, as opposed to a wrong call; its cause is the error."""
 
 
 def join(arguments: Sequence[str]) -> None:
@@ -72,7 +72,7 @@ def work(advice: str = "run the same command again to continue") -> Iterator[Non
             typer.echo(f"Interrupted: {advice}.", err=True)
         raise typer.Exit(130) from None
     except Exception as error:
-        raise Failed from error
+        raise FailedWork from error
 
 
 def complain(message: str, error: BaseException | None = None) -> None:
@@ -86,7 +86,7 @@ def report(error: Exception, options: Mapping[str, str]) -> int:
 
     options: argument → option of the command, by which the message names it.
     """
-    cause = error.__cause__ if isinstance(error, Failed) else error
+    cause = error.__cause__ if isinstance(error, FailedWork) else error
     assert isinstance(cause, Exception)
     if os.environ.get("ISOKRON_TRACEBACK"):
         raise cause
@@ -98,7 +98,7 @@ def report(error: Exception, options: Mapping[str, str]) -> int:
         message = f"{type(cause).__name__}: {cause}{_place(cause)}"
     complain(message, cause)
     # a package that is not installed is not a wrong call
-    return 1 if isinstance(error, Failed) or isinstance(cause, ImportError) else 2
+    return 1 if isinstance(error, FailedWork) or isinstance(cause, ImportError) else 2
 
 
 def named_options(message: str, options: Mapping[str, str]) -> str:
