@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import isokron
-from isokron.cutting import cut_blocks
+from isokron.block_layout import cut_blocks
 from isokron.distributed.places import chunk_bounds
 from isokron.distributed.regions import block_of_shard, holders
 

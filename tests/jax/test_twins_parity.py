@@ -11,7 +11,7 @@ import torch
 
 import isokron
 import isokron.jax
-from isokron.cutting import cut_blocks
+from isokron.block_layout import cut_blocks
 from isokron.jax.batches import gather, plan, scatter
 from isokron.polynomials import POLYNOMIALS
 

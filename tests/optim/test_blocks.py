@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from isokron.cutting import cut_blocks, merge_dims
+from isokron.block_layout import cut_blocks, merge_dims
 from isokron.optim.blocks import Row, tiles_of
 
 

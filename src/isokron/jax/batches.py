@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from isokron.cutting import Grid, Part, cut_grids, cut_parts, is_matrix
+from isokron.block_layout import Grid, Part, cut_grids, cut_parts, is_matrix
 from isokron.jax.checks import by_path
 
 Batches = dict[str, jax.Array]  # by the shape of a block

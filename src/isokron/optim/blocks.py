@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from isokron.cutting import Block, cut_blocks, is_matrix, split_sizes
+from isokron.block_layout import Block, cut_blocks, is_matrix, split_sizes
 from isokron.linalg import sent
 
 if TYPE_CHECKING:

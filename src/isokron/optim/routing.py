@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from isokron.cutting import is_matrix
+from isokron.block_layout import is_matrix
 from isokron.optim.kinds import find_kinds, find_owners, find_parts, head_weights
 from isokron.optim.settings import SHARED
 from isokron.optim.tables import is_table

@@ -6,7 +6,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from isokron.cutting import Block
+from isokron.block_layout import Block
 from isokron.distributed import (
     Arriving,
     Place,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from isokron.cutting import is_matrix, split_sizes
+from isokron.block_layout import is_matrix, split_sizes
 from isokron.optim.groups import param_name
 from isokron.optim.settings import CHOICES
 

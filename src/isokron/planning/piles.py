@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from isokron.cutting import Block
+from isokron.block_layout import Block
 from isokron.distributed import holders
 from isokron.optim.engine import Preconditioned
 from isokron.planning.layouts import Layout
