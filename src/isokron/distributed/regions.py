@@ -1,9 +1,9 @@
 """Which part of a block is on which rank, where a parameter is cut along one dimension.
 
 A block is a parameter indexed, viewed as `merged` and cut (see isokron.block_layout). Dimensions
-merge with those after them, so elements [lo, hi) of a dimension that leads its merged one are a range of
-that: what a rank has of a block is the block narrowed along one axis, and it is a block of the
-rank's own shard too.
+merge with those after them, so elements [lo, hi) of a dimension that leads its merged one are a
+range of that: what a rank has of a block is the block narrowed along one axis, and it is a block of
+the rank's own shard too.
 """
 
 from bisect import bisect_right
