@@ -8,8 +8,7 @@ from timing import interleaved
 from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
-from isokron.linalg import gram_, newton_schulz
-from isokron.linalg.polar import quickest
+from isokron.linalg import gram_, newton_schulz, quickest
 from isokron.polynomials import schedule
 
 CLASSIC = schedule("classic", 5)

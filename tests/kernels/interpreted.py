@@ -338,14 +338,14 @@ def test_no_matrix_of_a_batch_reaches_another(form: str) -> None:
 
 
 def test_any_layout_and_the_addend_as_target() -> None:
-    x = torch.randn(70, 90).T[::2]
-    torch.testing.assert_close(symmetric_matmul(x), x @ x.T)
-    add = symmetric(45)
-    want = 3 * x @ x.T - add
+    x = torch.randn(2, 70, 90).mT[:, ::2]
+    torch.testing.assert_close(symmetric_matmul(x), x @ x.mT)
+    add = symmetric(2, 45)
+    want = 3 * x @ x.mT - add
     assert symmetric_matmul(x, add, alpha=3, beta=-1, add=add) is add
     torch.testing.assert_close(add, want)
-    assert symmetric_matmul(x[:0]).shape == (0, 0)
-    assert (symmetric_matmul(x[:, :0]) == 0).all()
+    assert symmetric_matmul(x[:, :0]).shape == (2, 0, 0)
+    assert (symmetric_matmul(x[:, :, :0]) == 0).all()
 
 
 def test_the_table_holds_every_tile_once() -> None:
@@ -357,12 +357,12 @@ def test_the_table_holds_every_tile_once() -> None:
 
 
 def test_a_wrong_product_is_refused() -> None:
-    with pytest.raises(ValueError, match="needs \\[m, k\\]"):
-        symmetric_matmul(torch.ones(3))
+    with pytest.raises(ValueError, match="needs \\[B, m, k\\]"):
+        symmetric_matmul(torch.ones(3, 4))
     with pytest.raises(ValueError, match="float32, float16 or bfloat16"):
-        symmetric_matmul(torch.ones(3, 3, dtype=torch.float64))
+        symmetric_matmul(torch.ones(1, 3, 3, dtype=torch.float64))
     with pytest.raises(ValueError, match="out must be"):
-        symmetric_matmul(torch.ones(3, 4), torch.ones(3, 4))
+        symmetric_matmul(torch.ones(1, 3, 4), torch.ones(1, 3, 4))
 
 
 @pytest.mark.parametrize("steps", [0, 1, 5])

@@ -146,9 +146,9 @@ def test_the_square_root_of_the_terms_keeps_half_precision_from_underflow() -> N
     gradients = 3e-5 * normal(64, 100)
     factor = gradient_factor(gradients.float(), store_dtype=torch.float16)
     assert relative(factor.to_dense(), gradients @ gradients.mT / 100) < 0.1
-    with pytest.raises(ValueError, match=r"float16 has not the range .* use bfloat16"):
+    with pytest.raises(ValueError, match=r"float16 cannot represent .* use bfloat16"):
         gradient_factor(1e-4 * gradients.float(), store_dtype=torch.float16)
-    with pytest.raises(ValueError, match=r"float16 has not the range .* use bfloat16"):
+    with pytest.raises(ValueError, match=r"float16 cannot represent .* use bfloat16"):
         gradient_factor(1e10 * gradients.float(), store_dtype=torch.float16)
 
 

@@ -1,0 +1,17 @@
+import pytest
+import torch
+
+from isokron.linalg import norm_bound
+
+
+@pytest.mark.parametrize("sign", [1, -1], ids=["symmetric", "skew"])
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
+def test_the_bound_is_close_to_the_spectral_norm_and_not_above_it(sign: int, size: float) -> None:
+    root = torch.randn(4, 12, 12, dtype=torch.float64)
+    matrix = root + sign * root.mT
+    matrix[3] = 0
+    norm = torch.linalg.matrix_norm(matrix, 2)
+    scaled = (size * matrix).float()
+    bound = norm_bound(scaled, scaled.abs().amax((1, 2)), torch.randn(4, 12)).double() / size
+    assert (bound <= norm * (1 + 1e-5)).all()
+    assert (bound >= 0.8 * norm).all()
