@@ -139,7 +139,7 @@ def adamw_is_right() -> bool:
 
 
 def products_are_right() -> bool:
-    from isokron.kernels.triton_symmetric import descriptors_fit, symmetric_matmul
+    from isokron.kernels.triton_symmetric import fastest_form, symmetric_matmul
 
     right = True
     capability = torch.cuda.get_device_capability()
@@ -153,11 +153,11 @@ def products_are_right() -> bool:
         bound = max(torch.finfo(dtype).eps, 1e-6) * want.abs().max().item()
         error = (got.double() - want).abs().max().item()
         right &= error <= bound
-        form = "descriptors" if descriptors_fit(x, capability) else "pointers"
+        form = fastest_form(x, capability)
         verdict = "right" if error <= bound else f"WRONG, error {error:.2e} over {bound:.2e}"
         mirror = "" if torch.equal(got, got.mT) else ", not symmetric to the bit"
         size = "×".join(map(str, shape))
-        print(f"product {str(dtype)[6:]:9} {size:14} by {form:12}: {verdict}{mirror}")
+        print(f"product {str(dtype)[6:]:9} {size:14} by {form:19}: {verdict}{mirror}")
     return right
 
 
@@ -181,7 +181,7 @@ def adamw_table(rounds: int) -> None:
 
 
 def products_table(rounds: int) -> None:
-    from isokron.kernels.triton_symmetric import by_descriptors_, by_pointers_, descriptors_fit
+    from isokron.kernels.triton_symmetric import fastest_form, multiply_
 
     capability = torch.cuda.get_device_capability()
     print(f"\n{'X Xᵀ in bfloat16':20}{'torch':>12}{'pointers':>12}{'descriptors':>12}{'ratio':>8}")
@@ -190,11 +190,10 @@ def products_table(rounds: int) -> None:
         out = torch.empty_like(x)
         forms: dict[str, Callable[[], object]] = {
             "torch": partial(torch.bmm, x, x.mT, out=out),
-            "pointers": partial(by_pointers_, x, out, 1.0, 0.0, None),
+            "pointers": partial(multiply_, x, out, 1.0, 0.0, None, "pointers"),
         }
-        if descriptors_fit(x, capability):
-            hopper = capability[0] == 9
-            forms["descriptors"] = partial(by_descriptors_, x, out, 1.0, 0.0, None, hopper=hopper)
+        if (form := fastest_form(x, capability)) != "pointers":
+            forms["descriptors"] = partial(multiply_, x, out, 1.0, 0.0, None, form)
         ms = gpu_interleaved(forms, rounds)
         tma = f"{ms['descriptors']:9.3f} ms" if "descriptors" in ms else f"{'–':>12}"
         best = min(time for name, time in ms.items() if name != "torch")

@@ -22,7 +22,7 @@ import triton
 from isokron.kernels import adamw as dispatch
 from isokron.kernels import triton_adamw, triton_symmetric, verify
 from isokron.kernels.triton_adamw import adamw_
-from isokron.kernels.triton_symmetric import newton_schulz_, symmetric_matmul
+from isokron.kernels.triton_symmetric import multiply_, newton_schulz_, symmetric_matmul
 from isokron.linalg import newton_schulz
 
 Array = NDArray[np.float32]
@@ -275,11 +275,7 @@ def test_what_the_kernel_cannot_take_is_refused(which: int, wrong: Tensor, messa
         adamw_(*lists, step=1, **SETTINGS)
 
 
-FORMS = {
-    "pointers": triton_symmetric.by_pointers_,
-    "descriptors, sm_90": lambda *args: triton_symmetric.by_descriptors_(*args, hopper=True),
-    "descriptors, sm_100": lambda *args: triton_symmetric.by_descriptors_(*args, hopper=False),
-}
+FORMS = triton_symmetric.TILES
 # [B, m, k] with rows of a multiple of 16 bytes; m and k end inside tiles, at their ends, past them
 SHAPES = [(1, 1, 8), (2, 64, 32), (2, 200, 136)]
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3}
@@ -307,7 +303,7 @@ def test_products_are_right_and_written_nowhere_else(
     add = symmetric(*shape[:2]).to(dtype)
     for c in (None, add):
         out, whole = framed(x)
-        FORMS[form](x, out, 0.5, 2.0, c)
+        multiply_(x, out, 0.5, 2.0, c, form)
         want = 0.5 * x.double() @ x.double().mT + (0 if c is None else 2 * c.double())
         bound = TOLERANCE[dtype] * want.abs().max().item()
         torch.testing.assert_close(out.double(), want, rtol=0, atol=bound)
@@ -322,7 +318,7 @@ def test_tiles_across_the_diagonal_are_copies_and_only_upper_ones_are_read(form:
     add = symmetric(2, 300).half()
     add[:, tiles[:, None] > tiles[None, :]] = torch.nan
     out = torch.empty_like(add)
-    FORMS[form](x, out, 1.0, 1.0, add)
+    multiply_(x, out, 1.0, 1.0, add, form)
     assert out.isfinite().all()
     apart = tiles[:, None] != tiles[None, :]
     assert torch.equal(out[:, apart], out.mT[:, apart])
@@ -333,7 +329,7 @@ def test_no_matrix_of_a_batch_reaches_another(form: str) -> None:
     x = torch.randn(3, 100, 40)
     x[1] = torch.nan
     out = x.new_empty(3, 100, 100)
-    FORMS[form](x, out, 1.0, 0.0, None)
+    multiply_(x, out, 1.0, 0.0, None, form)
     assert out[[0, 2]].isfinite().all()
 
 
@@ -376,7 +372,9 @@ def test_newton_schulz_is_the_plain_iteration(steps: int) -> None:
 
 def test_descriptors_are_taken_where_tma_can_and_pays() -> None:
     def fits(x: Tensor, capability: tuple[int, int] = (9, 0)) -> bool:
-        return triton_symmetric.descriptors_fit(x, capability)
+        form = triton_symmetric.fastest_form(x, capability)
+        assert form in ("pointers", f"descriptors, sm_{capability[0]}0")
+        return form != "pointers"
 
     x = torch.empty(1, 2048, 64, dtype=torch.bfloat16)
     assert fits(x)

@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
 
@@ -74,9 +74,9 @@ def product(
     folder: Path, form: str, capability: int, dtype: torch.dtype, precision: str = "high"
 ) -> Machine:
     x, add = torch.zeros(2, 256, 512, dtype=dtype), torch.zeros(2, 256, 256, dtype=dtype)
-    run: Callable[..., None] = triton_symmetric.by_pointers_
     if form == "descriptors":
-        run = partial(triton_symmetric.by_descriptors_, hopper=capability == 90)
+        form = f"descriptors, sm_{capability}"
+    run = partial(triton_symmetric.multiply_, form=form)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:

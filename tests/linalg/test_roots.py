@@ -191,19 +191,11 @@ def test_pseudo_inverse_leaves_the_null_space_at_zero(root: int) -> None:
     assert inverse_root(torch.zeros(4, 4), root, deficient="pseudo").eq(0).all()
 
 
-def test_pseudo_inverse_drops_what_is_at_or_below_either_threshold() -> None:
-    values = torch.tensor([-1.0, 0.0, 1.0, 2.0, 4.0])
-    pseudo = {"deficient": "pseudo"}
-    expected = torch.tensor([0.0, 0.0, 1.0, 0.5, 0.25])
-    torch.testing.assert_close(inverse_power(values, 1, **pseudo), expected)
-    expected[2] = 0
-    torch.testing.assert_close(inverse_power(values, 1, **pseudo, rtol=0.25), expected)
-    torch.testing.assert_close(inverse_power(values, 1, **pseudo, atol=1.0), expected)
-    expected[3] = 0
-    torch.testing.assert_close(inverse_power(values, 1, **pseudo, rtol=0.25, atol=2.0), expected)
+def test_pseudo_inverse_drops_eigenvalues_at_rounding_level() -> None:
     eps = 5 * torch.finfo(torch.float32).eps
-    tail = torch.tensor([0.0, 0.0, 0.9 * eps, 1.1 * eps, 1.0])
-    assert inverse_power(tail, 1, **pseudo).ne(0).tolist() == [False] * 3 + [True] * 2
+    values = torch.tensor([-1.0, 0.0, 0.9 * eps, 1.1 * eps, 1.0])
+    expected = torch.tensor([0.0, 0.0, 0.0, 1 / (1.1 * eps), 1.0])
+    torch.testing.assert_close(inverse_power(values, 1, deficient="pseudo"), expected)
 
 
 @pytest.mark.parametrize("deficient", ["lift", "pseudo"])
@@ -234,8 +226,6 @@ def test_half_precision_roots_are_float32(solver: str) -> None:
         ({"root": 2.5, "solver": "higher"}, "root must be an integer .* got 2.5; use"),
         ({"damping": -1.0}, "damping must be a finite number of at least 0, got -1.0"),
         ({"damping": math.nan}, "damping must be a finite number"),
-        ({"rtol": -1.0}, "rtol must be a finite number of at least 0"),
-        ({"atol": -1.0}, "atol must be a finite number of at least 0"),
         ({"damping": 0.1, "deficient": "pseudo"}, "damping must be 0 .* got 0.1; use"),
         ({"solver": "newton", "deficient": "pseudo"}, "solver must be 'eigh' .* got 'newton'"),
     ],

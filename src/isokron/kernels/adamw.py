@@ -11,9 +11,6 @@ from isokron.kernels.verify import verified
 Tensors = list[Tensor] | tuple[Tensor, ...]
 Lists = Sequence[Tensors]
 
-# dtypes of parameters and gradients that the Triton kernel accepts, one per list
-TRITON_DTYPES = ({torch.float32}, {torch.bfloat16})
-
 
 class StepCount:
     """The value of a step counter on a device, without reading it in every step."""
@@ -109,19 +106,16 @@ def _dense(tensor: Tensor) -> bool:
 
 def _by_triton(count: StepCount, lists: Lists, *, lr: float | Tensor, **settings: Any) -> bool:
     """One launch for all tensors; False if the kernel cannot take them."""
-    params, grads, *_, steps = lists
+    params, *_, steps = lists
     capturing = params[0].is_cuda and torch.cuda.is_current_stream_capturing()
     if capturing or isinstance(lr, Tensor):  # reading a number on the device would wait for it
         return False
     if any(step is not steps[0] for step in steps) or not verified("adamw", params[0].device)[0]:
         return False
-    updated = [tensors for tensors in lists[:-1] if tensors]
-    wide = all(tensor.dtype is torch.float32 for tensors in updated[2:] for tensor in tensors)
-    dense = all(tensor.is_contiguous() for tensors in updated for tensor in tensors)
-    dtypes = [{tensor.dtype for tensor in tensors} for tensors in (params, grads)]
-    if not (wide and dense and dtypes[0] in TRITON_DTYPES and dtypes[1] in TRITON_DTYPES):
-        return False
-    from isokron.kernels.triton_adamw import adamw_
+    from isokron.kernels.triton_adamw import adamw_, rejection
 
+    updated = [tensors for tensors in lists[:-1] if tensors]
+    if rejection(updated):
+        return False
     adamw_(*updated, step=count.after_increment(steps[0]), lr=lr, **settings)
     return True

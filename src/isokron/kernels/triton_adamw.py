@@ -52,7 +52,9 @@ def adamw_(
             position of an element in the list. Default: round to nearest even.
     """
     lists = [params, grads, exp_avgs, exp_avg_sqs] + [max_exp_avg_sqs] * amsgrad
-    sizes = _checked_sizes(lists)
+    if reason := rejection(lists):
+        raise ValueError(f"adamw_: {reason}")
+    sizes = tuple(map(Tensor.numel, params))
     if not sum(sizes):
         return
     device = params[0].device
@@ -90,21 +92,23 @@ def adamw_(
             )
 
 
-def _checked_sizes(lists: Sequence[Sequence[Tensor]]) -> tuple[int, ...]:
-    sizes = tuple(map(Tensor.numel, lists[0]))
+def rejection(lists: Sequence[Sequence[Tensor]]) -> str | None:
+    """Why the kernel cannot update these lists, or None if it can."""
+    sizes = list(map(Tensor.numel, lists[0]))
     devices = {tensor.device for tensors in lists for tensor in tensors}
     if len(devices) > 1:
-        raise ValueError(f"all tensors must be on one device, got {sorted(map(str, devices))}")
+        return f"all tensors must be on one device, got {sorted(map(str, devices))}"
     for name, tensors in zip(NAMES, lists, strict=False):
-        if tuple(map(Tensor.numel, tensors)) != sizes:
-            raise ValueError(f"{name} must have the sizes of the {len(sizes)} params")
-        dtypes = {str(tensor.dtype) for tensor in tensors}
-        allowed = ["torch.float32", "torch.bfloat16"][: 2 if name in NAMES[:2] else 1]
+        if list(map(Tensor.numel, tensors)) != sizes:
+            return f"{name} must have the sizes of the {len(sizes)} params"
+        dtypes = {tensor.dtype for tensor in tensors}
+        allowed = [torch.float32, torch.bfloat16][: 2 if name in NAMES[:2] else 1]
         if len(dtypes) > 1 or not dtypes <= set(allowed):
-            raise ValueError(f"{name} must all be {' or '.join(allowed)}, got {sorted(dtypes)}")
+            rule = " or ".join(map(str, allowed))
+            return f"{name} must all be {rule}, got {sorted(map(str, dtypes))}"
         if not all(map(Tensor.is_contiguous, tensors)):
-            raise ValueError(f"{name} must be contiguous; call .contiguous() on them")
-    return sizes
+            return f"{name} must be contiguous; call .contiguous() on them"
+    return None
 
 
 @lru_cache(maxsize=8)

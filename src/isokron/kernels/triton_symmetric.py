@@ -18,16 +18,18 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-# By bytes per element: rows and columns of a tile, and columns of X multiplied at a time. Larger
-# float32 tiles do not fit the registers.
-POINTER_TILES = {2: (128, 32), 4: (64, 32)}
-DESCRIPTOR_TILES = {2: (128, 64), 4: (64, 32)}
+# By form and bytes per element: rows and columns of a tile, columns of X multiplied at a time, and
+# rows of X per tensor-core product. Larger float32 tiles do not fit the registers. sm_90 multiplies
+# 64 rows per warp group; the compiler fails on more, because it splits the tile but not the
+# descriptor.
+TILES = {
+    "pointers": {2: (128, 32, 128), 4: (64, 32, 64)},
+    "descriptors, sm_90": {2: (128, 64, 64), 4: (64, 32, 64)},
+    "descriptors, sm_100": {2: (128, 64, 128), 4: (64, 32, 64)},
+}
 POINTER_OPTIONS = {"num_warps": 8, "num_stages": 4, "enable_fp_fusion": True}
 # With eight warps the compiler silently does not specialize them.
 DESCRIPTOR_OPTIONS = {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": True}
-# Tensor cores of sm_90 take 64 rows per warp group. The compiler fails on more, because it splits
-# the tile but not the descriptor.
-HOPPER_ROWS = 64
 # Descriptors are used from this many rows on: enough tiles for all processors of a large GPU.
 DESCRIPTOR_ROWS = 1024
 # Tiles are visited in squares of this many per side, whose rows of X fit the cache together.
@@ -64,13 +66,9 @@ def symmetric_matmul(
                 f"{name} must be {x.dtype} of shape {shape}, "
                 f"got {tensor.dtype} of shape {tuple(tensor.shape)}"
             )
-    capability = torch.cuda.get_device_capability(x.device) if x.is_cuda else (0, 0)
-    if out.numel() == 0:
-        return out
-    if descriptors_fit(x, capability):
-        by_descriptors_(x, out, alpha, beta, add, hopper=capability[0] == 9)
-    else:
-        by_pointers_(x, out, alpha, beta, add)
+    if out.numel():
+        capability = torch.cuda.get_device_capability(x.device) if x.is_cuda else (0, 0)
+        multiply_(x, out, alpha, beta, add, fastest_form(x, capability))
     return out
 
 
@@ -90,11 +88,11 @@ def newton_schulz_(x: Tensor, triples: Sequence[tuple[float, float, float]]) -> 
     return current if current is x else x.copy_(current)
 
 
-def descriptors_fit(x: Tensor, capability: tuple[int, int]) -> bool:
-    """Whether TMA can address `x` [B, m, k] as one matrix of B·m rows and is expected to pay."""
+def fastest_form(x: Tensor, capability: tuple[int, int]) -> str:
+    """Descriptors if TMA can address `x` [B, m, k] as one matrix of B·m rows and should pay."""
     batch, rows, columns = x.shape
     # sm_120 has TMA, but neither the shared memory nor the tensor cores for these tiles
-    return (
+    fits = (
         capability[0] in (9, 10)
         and rows >= DESCRIPTOR_ROWS
         and columns > 0
@@ -103,6 +101,7 @@ def descriptors_fit(x: Tensor, capability: tuple[int, int]) -> bool:
         and (batch == 1 or x.stride(0) == rows * x.stride(1))
         and x.data_ptr() % 16 == x.stride(1) * x.element_size() % 16 == 0
     )
+    return f"descriptors, sm_{capability[0]}0" if fits else "pointers"
 
 
 def _precision() -> str:
@@ -118,37 +117,19 @@ def tile_table(device: torch.device, tiles: int) -> Tensor:
     return torch.stack([row, column], dim=1)[order].to(device, torch.int32)
 
 
-def by_pointers_(x: Tensor, out: Tensor, alpha: float, beta: float, add: Tensor | None) -> None:
-    """α·XXᵀ + β·add into `out`, for any strides. x: [B, m, k]"""
-    tile, depth = POINTER_TILES[x.element_size()]
-    sizes = {"TILE": tile, "DEPTH": depth, "PART": tile}
-    _launch(x, x, x, out, (alpha, beta), add, sizes, POINTER_OPTIONS)
-
-
-def by_descriptors_(
-    x: Tensor, out: Tensor, alpha: float, beta: float, add: Tensor | None, hopper: bool
+def multiply_(
+    x: Tensor, out: Tensor, alpha: float, beta: float, add: Tensor | None, form: str
 ) -> None:
-    """α·XXᵀ + β·add into `out`, reading x [B, m, k] by TMA; hopper: on sm_90."""
-    tile, depth = DESCRIPTOR_TILES[x.element_size()]
-    part = HOPPER_ROWS if hopper else tile
-    flat = x.view(-1, x.size(2))
-    left, right = (TensorDescriptor.from_tensor(flat, [rows, depth]) for rows in (part, tile))
-    sizes = {"TILE": tile, "DEPTH": depth, "PART": part}
-    _launch(x, left, right, out, (alpha, beta), add, sizes, DESCRIPTOR_OPTIONS)
-
-
-def _launch(
-    x: Tensor,
-    left: Tensor | TensorDescriptor,
-    right: Tensor | TensorDescriptor,
-    out: Tensor,
-    weights: tuple[float, float],
-    add: Tensor | None,
-    sizes: dict[str, int],
-    options: dict[str, int],
-) -> None:
+    """α·XXᵀ + β·add into `out`. x: [B, m, k]; form: a key of TILES"""
+    tile, depth, part = TILES[form][x.element_size()]
     batch, rows, columns = x.shape
-    table = tile_table(x.device, triton.cdiv(rows, sizes["TILE"]))
+    left = right = x
+    options = POINTER_OPTIONS
+    if form != "pointers":
+        flat = x.view(-1, columns)
+        left, right = (TensorDescriptor.from_tensor(flat, [n, depth]) for n in (part, tile))
+        options = DESCRIPTOR_OPTIONS
+    table = tile_table(x.device, triton.cdiv(rows, tile))
     addend = out if add is None else add
     _kernel[(batch * len(table),)](
         left,
@@ -162,11 +143,14 @@ def _launch(
         len(table),
         rows,
         columns,
-        *map(float, weights),
+        float(alpha),
+        float(beta),
         ADD=add is not None,
-        TMA=left is not x,
+        TMA=form != "pointers",
         PRECISION=_precision(),
-        **sizes,
+        TILE=tile,
+        DEPTH=depth,
+        PART=part,
         **options,
     )
 

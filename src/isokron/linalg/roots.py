@@ -26,8 +26,6 @@ def inverse_root(
     *,
     solver: str = "eigh",
     deficient: str = "lift",
-    rtol: float | None = None,
-    atol: float = 0.0,
 ) -> Tensor:
     """(A + εI)^(−1/p). A: [..., n, n]; only the lower triangle is read.
 
@@ -40,52 +38,39 @@ def inverse_root(
         solver: "eigh", or "newton" or "higher" (coupled iterations of order 2 or 3 that use matrix
             products only, for GPUs). The iterations need A + εI positive definite.
         deficient: what to do with eigenvalues that are not positive, see `inverse_power`.
-        rtol, atol: thresholds of deficient="pseudo".
     """
     if matrix.ndim < 2 or matrix.size(-2) != matrix.size(-1):
         raise ValueError(
             f"inverse_root needs matrices [..., n, n], got shape {tuple(matrix.shape)}"
         )
-    check_root(root, damping, solver=solver, deficient=deficient, rtol=rtol, atol=atol)
+    check_root(root, damping, solver=solver, deficient=deficient)
     if solver != "eigh":
         relative = _relative_damping(matrix.diagonal(dim1=-2, dim2=-1), damping)[..., None]
         added = damping if deficient == "lift" else relative
         return _coupled_iteration(matrix, int(root), added, solver)
     values, basis = eigh(matrix)
-    powers = inverse_power(values, root, damping, deficient, rtol, atol)
+    powers = inverse_power(values, root, damping, deficient)
     return (basis * powers.unsqueeze(-2)) @ basis.mT
 
 
 def inverse_power(
-    values: Tensor,
-    root: float,
-    damping: float = 0.0,
-    deficient: str = "lift",
-    rtol: float | None = None,
-    atol: float = 0.0,
+    values: Tensor, root: float, damping: float = 0.0, deficient: str = "lift"
 ) -> Tensor:
     """λ^(−1/p) for eigenvalues of positive matrices, some of which rounding made negative. [..., n]
 
-    Args:
-        values: λ.
-        root: p.
-        damping: ε.
-        deficient: "lift" shifts the smallest eigenvalue to at least ε,
-            (λ − min(λmin, 0) + ε)^(−1/p). "relative" does the same with ε in units of the mean
-            eigenvalue. "pseudo" is the pseudo-inverse: 0 where λ ≤ max(rtol·λmax, atol).
-        rtol: n·eps by default.
-        atol: absolute threshold of "pseudo".
+    deficient="lift" shifts the smallest eigenvalue to at least ε = `damping`,
+    (λ − min(λmin, 0) + ε)^(−1/p); "relative" does the same with ε in units of the mean eigenvalue;
+    "pseudo" is the pseudo-inverse, 0 where λ ≤ n·eps·λmax.
     """
-    check_root(root, damping, deficient=deficient, rtol=rtol, atol=atol)
+    check_root(root, damping, deficient=deficient)
     if values.numel() == 0:
         return values
     if deficient != "pseudo":
         lowest = values.amin(-1, keepdim=True).clamp(max=0)
         added = damping if deficient == "lift" else _relative_damping(values, damping)
         return (values - lowest + added) ** (-1 / root)
-    if rtol is None:
-        rtol = values.size(-1) * torch.finfo(values.dtype).eps
-    threshold = (rtol * values.amax(-1, keepdim=True)).clamp(min=atol)
+    rounding = values.size(-1) * torch.finfo(values.dtype).eps
+    threshold = (rounding * values.amax(-1, keepdim=True)).clamp(min=0)
     return torch.where(values <= threshold, 0.0, values ** (-1 / root))  # NaN stays NaN
 
 
@@ -121,9 +106,9 @@ def _coupled_iteration(matrix: Tensor, root: int, damping: float | Tensor, solve
     for _ in range(MAX_STEPS):
         if not active.any():
             break
-        step = linear * (eye - m) + eye
-        if solver == "higher":
-            step = (quadratic * (eye - m) + linear * eye) @ (eye - m) + eye
+        gap = eye - m
+        terms = linear * gap if solver == "newton" else (quadratic * gap + linear * eye) @ gap
+        step = terms + eye
         next_x, next_m = x @ step, torch.linalg.matrix_power(step, root) @ m
         next_error = _distance(next_m, eye)
         # outside the basin the error may stay large for many steps while small eigenvalues grow
