@@ -141,12 +141,11 @@ def test_matrices_that_converge_early_stay_unchanged(
     calls = []
 
     def spoiled(step: Tensor, root: int) -> Tensor:
-        """The power of each step, wrong for the easy matrix once that has converged."""
+        """Spoils the steps of the easy matrix once that has converged."""
         calls.append(step)
-        power = matrix_power(step, root)
         if len(calls) >= 12:
-            power[0] *= 1.01 if len(calls) == 12 else torch.nan
-        return power
+            step[0] *= 1.01 if len(calls) == 12 else torch.nan
+        return matrix_power(step, root)
 
     monkeypatch.setattr(torch.linalg, "matrix_power", spoiled)
     together = inverse_root(torch.stack([easy, hard]), 4, solver=solver)
@@ -170,6 +169,22 @@ def test_iterations_stop_at_rounding_and_a_higher_order_takes_fewer(
         monkeypatch.setattr(torch.linalg, "matrix_power", counted)
         inverse_root(matrix.to(dtype), 4, solver=solver)
     assert calls.count("higher") < calls.count("newton") < 25
+
+
+@pytest.mark.parametrize("root", [1, 2, 4])
+@pytest.mark.parametrize(("solver", "order"), [("newton", 2), ("higher", 3)])
+def test_a_step_leaves_an_error_of_the_order_of_its_solver(
+    monkeypatch: pytest.MonkeyPatch, solver: str, order: int, root: int
+) -> None:
+    gap, steps = 1e-2, []
+
+    def recorded(step: Tensor, root: int) -> Tensor:
+        steps.append(step.clone())
+        return matrix_power(step, root)
+
+    monkeypatch.setattr(torch.linalg, "matrix_power", recorded)
+    inverse_root(torch.diag(torch.tensor([1.0, 1 - gap]).double()), root, solver=solver)
+    assert 0 < (1 - gap) ** (-1 / root) - steps[0][1, 1].item() < 1.1 * gap**order
 
 
 def test_eigenvalues_below_zero_are_lifted_by_a_shift() -> None:

@@ -109,7 +109,8 @@ def _coupled_iteration(matrix: Tensor, root: int, damping: float | Tensor, solve
         gap = eye - m
         terms = linear * gap if solver == "newton" else (quadratic * gap + linear * eye) @ gap
         step = terms + eye
-        next_x, next_m = x @ step, torch.linalg.matrix_power(step, root) @ m
+        next_m = torch.linalg.matrix_power(step, root) @ m
+        next_x = x @ step
         next_error = _distance(next_m, eye)
         # outside the basin the error may stay large for many steps while small eigenvalues grow
         going = next_error < torch.where(error < BASIN, error / 2, error * 2)
