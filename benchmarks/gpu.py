@@ -1,10 +1,10 @@
-"""The Triton kernels on a GPU: first whether they are right, then how fast they are.
+"""Correctness and speed of the Triton kernels on a GPU.
 
     python benchmarks/gpu.py [--rounds 50]
 
-AdamW has to give the bits of torch.optim.AdamW(fused=True). Products are compared with float64.
-Times are medians of interleaved turns between CUDA events: what the GPU is kept busy or waiting.
-AdamW's limit is its 28 bytes an element at the speed of a.add_(b), which moves 24 in the same 16.
+AdamW must equal torch.optim.AdamW(fused=True) bit for bit; products are compared with float64.
+Times are medians of interleaved runs between CUDA events. AdamW's limit is the time to move its 28
+bytes per element at the bandwidth of a.add_(b) on two elements (24 bytes).
 """
 
 import argparse
@@ -28,7 +28,7 @@ CASES: dict[str, list[tuple[int, ...]]] = {
     "1000 of 64": [(64,)] * 1000,
 }
 SIDES = (2048, 4096, 8192)
-# every remainder by 16, below a chunk of the kernel, at its end and beyond
+# every remainder modulo 16, below the size of a chunk, around it and beyond
 RAGGED = [*range(1, 18), *range(1020, 1040), 2**20 + 3]
 RATE, EPS = 3e-3, 1e-8
 
@@ -36,7 +36,7 @@ RATE, EPS = 3e-3, 1e-8
 def gpu_interleaved(
     contestants: Mapping[str, Callable[[], object]], rounds: int, warmup: int = 5
 ) -> dict[str, float]:
-    """Median milliseconds of each between CUDA events, the contestants taking turns."""
+    """Median milliseconds between CUDA events, with interleaved runs."""
     took: dict[str, list[float]] = {name: [] for name in contestants}
     for turn in range(warmup + rounds):
         for name, run in contestants.items():
@@ -51,7 +51,7 @@ def gpu_interleaved(
 
 
 def parameters(shapes: list[tuple[int, ...]], odd: bool = False) -> list[Tensor]:
-    """Parameters with gradients, every third one at an address no load of 16 bytes may have."""
+    """Parameters with gradients; if `odd`, every third one is not aligned to 16 bytes."""
     params = []
     for i, shape in enumerate(shapes):
         shift = 1 if odd and i % 3 == 2 else 0
@@ -63,7 +63,7 @@ def parameters(shapes: list[tuple[int, ...]], odd: bool = False) -> list[Tensor]
 
 
 class Ours:
-    """adamw_ with moments of its own, step by step."""
+    """adamw_ with its moments and step count."""
 
     def __init__(self, params: list[Tensor], amsgrad: bool = False) -> None:
         self.params = [param.detach() for param in params]
@@ -96,11 +96,11 @@ class Ours:
 def bits_that_differ(
     amsgrad: bool, maximize: bool, decay: float, betas: tuple[float, float], steps: int = 200
 ) -> int:
-    """Elements of parameters and moments that are not those of torch after so many steps."""
+    """Number of elements of parameters and moments that differ from torch's after `steps` steps."""
     params = parameters([(n,) for n in RAGGED], odd=True)
     ours = Ours(parameters([(n,) for n in RAGGED], odd=True), amsgrad)
-    for mine, other in zip(ours.params, params, strict=True):
-        mine.copy_(other)
+    for ours_param, param in zip(ours.params, params, strict=True):
+        ours_param.copy_(param)
     torchs = torch.optim.AdamW(
         params,
         betas=betas,
@@ -112,16 +112,16 @@ def bits_that_differ(
         eps=EPS,
     )
     for _ in range(steps):
-        for mine, other in zip(ours.grads, params, strict=True):
-            other.grad = mine.normal_()
+        for grad, param in zip(ours.grads, params, strict=True):
+            param.grad = grad.normal_()
         torchs.step()
         ours.step(betas, decay, maximize)
     names = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * amsgrad
-    theirs = [params, *([torchs.state[p][name] for p in params] for name in names)]
+    expected = [params, *([torchs.state[p][name] for p in params] for name in names)]
     return sum(
         int((a.detach().view(torch.int32) != b.view(torch.int32)).sum())
-        for mine, other in zip([ours.params, *ours.state], theirs, strict=True)
-        for a, b in zip(mine, other, strict=True)
+        for pair in zip([ours.params, *ours.state], expected, strict=True)
+        for a, b in zip(*pair, strict=True)
     )
 
 
@@ -139,7 +139,7 @@ def adamw_is_right() -> bool:
 
 
 def products_are_right() -> bool:
-    from isokron.kernels.triton_symmetric import descriptors_fit, symmetric_matmul
+    from isokron.kernels.triton_symmetric import fastest_form, symmetric_matmul
 
     right = True
     capability = torch.cuda.get_device_capability()
@@ -153,11 +153,11 @@ def products_are_right() -> bool:
         bound = max(torch.finfo(dtype).eps, 1e-6) * want.abs().max().item()
         error = (got.double() - want).abs().max().item()
         right &= error <= bound
-        form = "descriptors" if descriptors_fit(x, capability) else "pointers"
+        form = fastest_form(x, capability)
         verdict = "right" if error <= bound else f"WRONG, error {error:.2e} over {bound:.2e}"
         mirror = "" if torch.equal(got, got.mT) else ", not symmetric to the bit"
         size = "×".join(map(str, shape))
-        print(f"product {str(dtype)[6:]:9} {size:14} by {form:12}: {verdict}{mirror}")
+        print(f"product {str(dtype)[6:]:9} {size:14} by {form:19}: {verdict}{mirror}")
     return right
 
 
@@ -181,7 +181,7 @@ def adamw_table(rounds: int) -> None:
 
 
 def products_table(rounds: int) -> None:
-    from isokron.kernels.triton_symmetric import by_descriptors_, by_pointers_, descriptors_fit
+    from isokron.kernels.triton_symmetric import fastest_form, multiply_
 
     capability = torch.cuda.get_device_capability()
     print(f"\n{'X Xᵀ in bfloat16':20}{'torch':>12}{'pointers':>12}{'descriptors':>12}{'ratio':>8}")
@@ -190,11 +190,10 @@ def products_table(rounds: int) -> None:
         out = torch.empty_like(x)
         forms: dict[str, Callable[[], object]] = {
             "torch": partial(torch.bmm, x, x.mT, out=out),
-            "pointers": partial(by_pointers_, x, out, 1.0, 0.0, None),
+            "pointers": partial(multiply_, x, out, 1.0, 0.0, None, "pointers"),
         }
-        if descriptors_fit(x, capability):
-            hopper = capability[0] == 9
-            forms["descriptors"] = partial(by_descriptors_, x, out, 1.0, 0.0, None, hopper=hopper)
+        if (form := fastest_form(x, capability)) != "pointers":
+            forms["descriptors"] = partial(multiply_, x, out, 1.0, 0.0, None, form)
         ms = gpu_interleaved(forms, rounds)
         tma = f"{ms['descriptors']:9.3f} ms" if "descriptors" in ms else f"{'–':>12}"
         best = min(time for name, time in ms.items() if name != "torch")
@@ -236,7 +235,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=50, help="timed turns a contestant")
+    parser.add_argument("--rounds", type=int, default=50, help="timed runs per contestant")
     rounds = parser.parse_args().rounds
     if not torch.cuda.is_available():
         sys.exit("benchmarks/gpu.py needs an NVIDIA GPU and a CUDA build of torch, found none")
@@ -253,7 +252,7 @@ def main() -> None:
         adamw_table(rounds)
         products_table(rounds)
         newton_schulz_table(rounds)
-    sys.exit(0 if all(right) else "not all was right, see above")
+    sys.exit(0 if all(right) else "some checks failed, see above")
 
 
 if __name__ == "__main__":

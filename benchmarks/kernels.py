@@ -3,9 +3,9 @@
     python benchmarks/kernels.py [--only adamw|gram|newton-schulz] [--rounds 200]
 
 adamw: a step of isokron.AdamW ("list", and "flat" with flat=True) against torch's AdamW, fused and
-by default, which on a CPU is a loop of one operation after the other.
-gram: β·F + w·GGᵀ on one triangle, against the whole product.
-newton-schulz: polar factors, against torch.optim.Muon's own loop and a plain one in float32.
+default (on a CPU a loop of single operations).
+gram: β·F + w·GGᵀ on one triangle, against the full product.
+newton-schulz: polar factors, against torch.optim.Muon's loop and a plain float32 loop.
 """
 
 import argparse
@@ -30,7 +30,7 @@ CASES: dict[str, Shapes] = {
 def stepper(
     optimizer: type[torch.optim.Optimizer], shapes: Shapes, **settings: bool
 ) -> Callable[[], object]:
-    """A step of an optimizer on parameters of its own, gradients in place."""
+    """The step function of an optimizer with new parameters and gradients."""
     params = [torch.randn(shape).requires_grad_() for shape in shapes]
     for param in params:
         param.grad = torch.randn_like(param)
@@ -70,7 +70,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", choices=SECTIONS, help="one section (default: all)")
-    parser.add_argument("--rounds", type=int, default=200, help="timed turns a contestant")
+    parser.add_argument("--rounds", type=int, default=200, help="timed runs per contestant")
     arguments = parser.parse_args()
     restart_for_bfloat16()  # torch.optim.Muon multiplies in bfloat16
     print(conditions())

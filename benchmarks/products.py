@@ -1,4 +1,4 @@
-"""Matrix products by half: Newton–Schulz and Gram matrices, for benchmarks/kernels.py."""
+"""Symmetric products: Newton–Schulz and Gram matrices, for benchmarks/kernels.py."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,17 +8,16 @@ from timing import interleaved
 from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
-from isokron.linalg import gram_, newton_schulz
-from isokron.linalg.polar import quickest
+from isokron.linalg import gram_, newton_schulz, quickest
 from isokron.polynomials import schedule
 
 CLASSIC = schedule("classic", 5)
 SHAPES = [(512, 512), (512, 2048), (1024, 1024), (1024, 4096), (2048, 2048)]
-SLOW = 2**20  # without bfloat16 units torch's loop takes so long that it is run once, or not
+SLOW = 2**20  # without bfloat16 units torch's loop is slow: run once up to this size, then skipped
 
 
 def plain_loop(matrix: Tensor) -> Tensor:
-    """Five classic steps in the matrix's own precision, as anyone would write them."""
+    """Five classic steps in the precision of the matrix."""
     x = matrix / matrix.norm()
     for a, b, c in CLASSIC:
         gram = x @ x.mT
@@ -31,7 +30,7 @@ def polar_error(polar: Tensor, computed: Tensor) -> float:
 
 
 def newton_schulz_section(rounds: int) -> None:
-    """isokron against torch.optim.Muon's own loop and a plain one in float32."""
+    """isokron against torch.optim.Muon's loop and a plain float32 loop."""
     print("\nNewton–Schulz, five steps: ms, ratio to the plain float32 loop, relative error to UVᵀ")
     for shape in SHAPES:
         matrix = torch.randn(shape)
@@ -59,18 +58,18 @@ def newton_schulz_section(rounds: int) -> None:
 
 
 def gram_section(rounds: int) -> None:
-    """β·F + w·GGᵀ on one triangle, against the whole product in place."""
-    print("\nSymmetric accumulate: ms of the whole product and of one triangle, ratio")
+    """β·F + w·GGᵀ on one triangle, against the full product in place."""
+    print("\nSymmetric accumulate: ms of the full product and of one triangle, ratio")
     for size, cols in [(512, 512), (1024, 1024), (1024, 4096), (2048, 2048), (4096, 1024)]:
         x, cov = torch.randn(1, size, cols), torch.zeros(1, size, size)
         took = interleaved(
             {
-                "whole": partial(cov.baddbmm_, x, x.mT, beta=0.9, alpha=0.1),
-                "half": partial(gram_, cov, x, 0.9, 0.1),
+                "full": partial(cov.baddbmm_, x, x.mT, beta=0.9, alpha=0.1),
+                "triangle": partial(gram_, cov, x, 0.9, 0.1),
             },
             max(5, rounds * 2**20 // (size * cols)),
             1,
         )
-        ratio = took["half"] / took["whole"]
+        ratio = took["triangle"] / took["full"]
         label = f"{size}×{cols}"
-        print(f"  {label:12}{1e3 * took['whole']:10.2f}{1e3 * took['half']:10.2f}{ratio:8.2f}")
+        print(f"  {label:12}{1e3 * took['full']:10.2f}{1e3 * took['triangle']:10.2f}{ratio:8.2f}")

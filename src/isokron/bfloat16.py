@@ -1,9 +1,9 @@
-"""Whether this CPU can multiply bfloat16 matrices, found out in a child process.
+"""Check in a child process whether this CPU can multiply bfloat16 matrices.
 
-Some virtual machines announce AMX instructions and do not permit them. oneDNN, which torch uses for
-bfloat16 products on the CPU, then ends the process with an illegal instruction, unless it is told
-before torch is imported to use nothing beyond AVX-512. Nothing here imports torch or changes the
-environment: callers set what `bfloat16_environment` returns, or print it.
+Some virtual machines report AMX instructions but do not permit them. oneDNN, which torch uses for
+bfloat16 products on the CPU, then kills the process with an illegal instruction, unless an
+environment variable limits it to AVX-512 before torch is imported. Nothing here imports torch or
+changes the environment: callers set the variables of `bfloat16_environment`, or print them.
 """
 
 import os
@@ -13,16 +13,16 @@ from collections.abc import Mapping
 
 REMEDY = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
 
-# large enough that oneDNN takes its fast path
+# large enough for oneDNN's fast path
 PRODUCT = "import torch; torch.ones(512, 2048).bfloat16() @ torch.ones(2048, 512).bfloat16()"
 
 
 class Bfloat16Unusable(RuntimeError):
-    """bfloat16 products end the process, and the known remedy does not help."""
+    """bfloat16 products kill the process, and the known remedy does not help."""
 
 
 def product_survives(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether a bfloat16 matrix product on the CPU ends well, with these variables added."""
+    """Whether a bfloat16 matrix product on the CPU succeeds with these variables added."""
     done = subprocess.run(
         [sys.executable, "-c", PRODUCT],
         env={**os.environ, **(environment or {})},
@@ -30,16 +30,17 @@ def product_survives(environment: Mapping[str, str] | None = None) -> bool:
         capture_output=True,
         text=True,
     )
-    if done.returncode > 0:  # Python ended by itself: torch is missing or broken, not the CPU
+    # a positive code is Python's own exit: torch is missing or broken, the CPU was not tested
+    if done.returncode > 0:
         raise RuntimeError(f"a bfloat16 product could not be tried:\n{done.stderr.strip()}")
     return done.returncode == 0
 
 
 def bfloat16_environment() -> dict[str, str]:
-    """Variables without which a bfloat16 product ends the process; none on most machines.
+    """Variables without which a bfloat16 product kills the process; empty on most machines.
 
-    They take effect only in processes that have not imported torch yet. Raises Bfloat16Unusable
-    where they do not help.
+    They take effect only in processes that have not imported torch yet. Raises Bfloat16Unusable if
+    they do not help.
     """
     if product_survives():
         return {}

@@ -1,8 +1,8 @@
-"""Every Triton kernel, run on CPU tensors by Triton's interpreter; test_triton.py runs this file.
+"""Every Triton kernel on CPU tensors in Triton's interpreter; test_triton.py runs this file.
 
-The interpreter has to be chosen before Triton is imported, hence a process of its own. It converts
-bfloat16 wrongly. AdamW makes its bfloat16 by integers, which are right; the products, which cannot,
-are tested in float32 and float16.
+It needs its own process, because the interpreter is selected when Triton is imported. The
+interpreter converts bfloat16 incorrectly: AdamW converts by integer operations instead, and the
+products are tested in float32 and float16 only.
 """
 
 import itertools
@@ -22,7 +22,7 @@ import triton
 from isokron.kernels import adamw as dispatch
 from isokron.kernels import triton_adamw, triton_symmetric, verify
 from isokron.kernels.triton_adamw import adamw_
-from isokron.kernels.triton_symmetric import newton_schulz_, symmetric_matmul
+from isokron.kernels.triton_symmetric import multiply_, newton_schulz_, symmetric_matmul
 from isokron.linalg import newton_schulz
 
 Array = NDArray[np.float32]
@@ -67,24 +67,24 @@ def model(
 
 
 class Fenced:
-    """Tensors that are views into larger ones, some at odd addresses, with canaries around."""
+    """Tensors as views into larger ones, some at unaligned addresses, surrounded by canaries."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
-        self.whole = [t.new_full((t.numel() + 32,), CANARY) for t in tensors]
-        # 16 bytes or a multiple from the start for even ones, one element for every third
+        self.buffers = [t.new_full((t.numel() + 32,), CANARY) for t in tensors]
+        # every third tensor is not aligned to 16 bytes
         starts = [1 if i % 3 == 2 else 16 for i in range(len(tensors))]
         self.inner = [
-            whole[start : start + t.numel()].view(t.shape)
-            for whole, start, t in zip(self.whole, starts, tensors, strict=True)
+            buffer[start : start + t.numel()].view(t.shape)
+            for buffer, start, t in zip(self.buffers, starts, tensors, strict=True)
         ]
         for inner, tensor in zip(self.inner, tensors, strict=True):
             inner.copy_(tensor)
 
     def assert_unhurt(self) -> None:
-        for whole, inner in zip(self.whole, self.inner, strict=True):
-            outside = torch.ones_like(whole, dtype=torch.bool)
+        for buffer, inner in zip(self.buffers, self.inner, strict=True):
+            outside = torch.ones_like(buffer, dtype=torch.bool)
             outside[inner.storage_offset() : inner.storage_offset() + inner.numel()] = False
-            assert (whole[outside] == CANARY).all()
+            assert (buffer[outside] == CANARY).all()
 
 
 def random_lists(sizes: list[int], count: int) -> list[list[Tensor]]:
@@ -103,16 +103,16 @@ def test_adamw_has_the_bits_of_the_model_and_writes_nowhere_else(
 ) -> None:
     start = random_lists(SIZES, 4 + amsgrad)
     fenced = [Fenced(tensors) for tensors in start]
-    wanted = [[t.numpy() for t in tensors] for tensors in start]
+    expected = [[t.numpy() for t in tensors] for tensors in start]
     for step in (1, 2, 1000):
         inner = [fence.inner for fence in fenced]
         adamw_(*inner, step=step, amsgrad=amsgrad, maximize=maximize, **SETTINGS)
         for i in range(len(SIZES)):
-            p, g, m, v, *largest = (arrays[i] for arrays in wanted)
+            p, g, m, v, *largest = (arrays[i] for arrays in expected)
             new = model(p, g, m, v, largest[0] if amsgrad else None, step, maximize)
-            for arrays, value in zip([wanted[0], *wanted[2:]], new, strict=True):
+            for arrays, value in zip([expected[0], *expected[2:]], new, strict=True):
                 arrays[i] = value
-    for fence, arrays in zip(fenced, wanted, strict=True):
+    for fence, arrays in zip(fenced, expected, strict=True):
         fence.assert_unhurt()
         for got, want in zip(fence.inner, arrays, strict=True):
             assert same_bits(got, torch.from_numpy(want))
@@ -159,10 +159,10 @@ def test_bfloat16_parameters_and_gradients_are_rounded_to_nearest_even() -> None
     fenced = Fenced(low_p)
     arrays = [[t.float().numpy() for t in ts] for ts in (low_p, low_g, m, v)]
     with np.errstate(invalid="ignore", over="ignore"):
-        wanted = [model(*row, None, 3) for row in zip(*arrays, strict=True)]
+        expected = [model(*row, None, 3) for row in zip(*arrays, strict=True)]
     adamw_(fenced.inner, low_g, m, v, step=3, **SETTINGS)
     fenced.assert_unhurt()
-    for i, (want_p, want_m, want_v) in enumerate(wanted):
+    for i, (want_p, want_m, want_v) in enumerate(expected):
         want = torch.from_numpy(want_p).bfloat16()
         assert torch.equal(fenced.inner[i].isnan(), want.isnan())
         keep = ~want.isnan()
@@ -238,7 +238,7 @@ def test_tables_are_kept_while_the_addresses_are() -> None:
     assert triton_adamw._chunk_table.cache_info().misses == 1
 
 
-def test_tensors_at_odd_addresses_in_any_list_are_set_apart() -> None:
+def test_tensors_unaligned_in_any_list_are_grouped_apart() -> None:
     cpu = torch.device("cpu")
     table, groups = triton_adamw._address_table(cpu, 0, ((16, 32, 52, 64), (160, 168, 176, 80)))
     assert table.tolist() == [[16, 32, 52, 64], [160, 168, 176, 80]]
@@ -275,11 +275,7 @@ def test_what_the_kernel_cannot_take_is_refused(which: int, wrong: Tensor, messa
         adamw_(*lists, step=1, **SETTINGS)
 
 
-FORMS = {
-    "pointers": triton_symmetric.by_pointers_,
-    "descriptors, sm_90": lambda *args: triton_symmetric.by_descriptors_(*args, hopper=True),
-    "descriptors, sm_100": lambda *args: triton_symmetric.by_descriptors_(*args, hopper=False),
-}
+FORMS = triton_symmetric.TILES
 # [B, m, k] with rows of a multiple of 16 bytes; m and k end inside tiles, at their ends, past them
 SHAPES = [(1, 1, 8), (2, 64, 32), (2, 200, 136)]
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3}
@@ -291,10 +287,10 @@ def symmetric(*shape: int) -> Tensor:
 
 
 def framed(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for a result of x Xᵀ in the middle of canaries, and the whole."""
+    """A view for the result XXᵀ inside a buffer of canaries, and the buffer."""
     batch, rows, _ = x.shape
-    whole = x.new_full((batch, rows + 2, rows + 5), CANARY)
-    return whole[:, 1:-1, 2 : rows + 2], whole
+    buffer = x.new_full((batch, rows + 2, rows + 5), CANARY)
+    return buffer[:, 1:-1, 2 : rows + 2], buffer
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -306,13 +302,13 @@ def test_products_are_right_and_written_nowhere_else(
     x = torch.randn(shape).to(dtype)
     add = symmetric(*shape[:2]).to(dtype)
     for c in (None, add):
-        out, whole = framed(x)
-        FORMS[form](x, out, 0.5, 2.0, c)
+        out, buffer = framed(x)
+        multiply_(x, out, 0.5, 2.0, c, form)
         want = 0.5 * x.double() @ x.double().mT + (0 if c is None else 2 * c.double())
         bound = TOLERANCE[dtype] * want.abs().max().item()
         torch.testing.assert_close(out.double(), want, rtol=0, atol=bound)
         out.fill_(CANARY)
-        assert (whole == CANARY).all()
+        assert (buffer == CANARY).all()
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -322,7 +318,7 @@ def test_tiles_across_the_diagonal_are_copies_and_only_upper_ones_are_read(form:
     add = symmetric(2, 300).half()
     add[:, tiles[:, None] > tiles[None, :]] = torch.nan
     out = torch.empty_like(add)
-    FORMS[form](x, out, 1.0, 1.0, add)
+    multiply_(x, out, 1.0, 1.0, add, form)
     assert out.isfinite().all()
     apart = tiles[:, None] != tiles[None, :]
     assert torch.equal(out[:, apart], out.mT[:, apart])
@@ -333,19 +329,19 @@ def test_no_matrix_of_a_batch_reaches_another(form: str) -> None:
     x = torch.randn(3, 100, 40)
     x[1] = torch.nan
     out = x.new_empty(3, 100, 100)
-    FORMS[form](x, out, 1.0, 0.0, None)
+    multiply_(x, out, 1.0, 0.0, None, form)
     assert out[[0, 2]].isfinite().all()
 
 
 def test_any_layout_and_the_addend_as_target() -> None:
-    x = torch.randn(70, 90).T[::2]
-    torch.testing.assert_close(symmetric_matmul(x), x @ x.T)
-    add = symmetric(45)
-    want = 3 * x @ x.T - add
+    x = torch.randn(2, 70, 90).mT[:, ::2]
+    torch.testing.assert_close(symmetric_matmul(x), x @ x.mT)
+    add = symmetric(2, 45)
+    want = 3 * x @ x.mT - add
     assert symmetric_matmul(x, add, alpha=3, beta=-1, add=add) is add
     torch.testing.assert_close(add, want)
-    assert symmetric_matmul(x[:0]).shape == (0, 0)
-    assert (symmetric_matmul(x[:, :0]) == 0).all()
+    assert symmetric_matmul(x[:, :0]).shape == (2, 0, 0)
+    assert (symmetric_matmul(x[:, :, :0]) == 0).all()
 
 
 def test_the_table_holds_every_tile_once() -> None:
@@ -357,12 +353,12 @@ def test_the_table_holds_every_tile_once() -> None:
 
 
 def test_a_wrong_product_is_refused() -> None:
-    with pytest.raises(ValueError, match="needs \\[m, k\\]"):
-        symmetric_matmul(torch.ones(3))
+    with pytest.raises(ValueError, match="needs \\[B, m, k\\]"):
+        symmetric_matmul(torch.ones(3, 4))
     with pytest.raises(ValueError, match="float32, float16 or bfloat16"):
-        symmetric_matmul(torch.ones(3, 3, dtype=torch.float64))
+        symmetric_matmul(torch.ones(1, 3, 3, dtype=torch.float64))
     with pytest.raises(ValueError, match="out must be"):
-        symmetric_matmul(torch.ones(3, 4), torch.ones(3, 4))
+        symmetric_matmul(torch.ones(1, 3, 4), torch.ones(1, 3, 4))
 
 
 @pytest.mark.parametrize("steps", [0, 1, 5])
@@ -376,7 +372,9 @@ def test_newton_schulz_is_the_plain_iteration(steps: int) -> None:
 
 def test_descriptors_are_taken_where_tma_can_and_pays() -> None:
     def fits(x: Tensor, capability: tuple[int, int] = (9, 0)) -> bool:
-        return triton_symmetric.descriptors_fit(x, capability)
+        form = triton_symmetric.fastest_form(x, capability)
+        assert form in ("pointers", f"descriptors, sm_{capability[0]}0")
+        return form != "pointers"
 
     x = torch.empty(1, 2048, 64, dtype=torch.bfloat16)
     assert fits(x)
@@ -392,15 +390,15 @@ def test_descriptors_are_taken_where_tma_can_and_pays() -> None:
     assert not fits(x.float())  # in full precision, which has no tensor cores
 
 
-def test_what_earns_trust_on_a_gpu_runs_here_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_verification_on_a_gpu_runs_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, "SHAPES", [(2, 70, 33)])
     verify.check_symmetric(torch.device("cpu"))
-    # torch's operator for the CPU rounds in another order than its kernel for GPUs, which is told
+    # torch's CPU operator rounds in another order than its CUDA kernel, and that is detected
     with pytest.raises(verify.Unverified, match="bits"):
         verify.check_adamw(torch.device("cpu"))
 
 
-def test_products_that_are_wrong_are_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_products_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     true = triton_symmetric.symmetric_matmul
 
     def wrong(x: Tensor, **settings: object) -> Tensor:
@@ -425,10 +423,10 @@ def test_the_dispatch_counts_steps_and_leaves_to_torch_what_it_cannot_take(
             count, (*lists, (), steps), amsgrad=False, maximize=False, **SETTINGS
         )
         adamw_(*straight, step=step, **SETTINGS)
-    for mine, other in zip(lists, straight, strict=True):
-        assert all(map(torch.equal, mine, other))
+    for dispatched, direct in zip(lists, straight, strict=True):
+        assert all(map(torch.equal, dispatched, direct))
     for wrong in (torch.randn(2, 8).mT, torch.randn(16).double(), torch.randn(16).half()):
         params = [torch.randn(wrong.shape)]
         state = [[torch.zeros_like(params[0])] for _ in range(2)]
-        given = (params, [wrong], *state, (), steps[:1])
-        assert not dispatch._by_triton(count, given, amsgrad=False, maximize=False, **SETTINGS)
+        refused = (params, [wrong], *state, (), steps[:1])
+        assert not dispatch._by_triton(count, refused, amsgrad=False, maximize=False, **SETTINGS)

@@ -1,4 +1,4 @@
-"""What a launch of a Triton kernel becomes on a GPU that need not be there: its machine code."""
+"""The machine code of a Triton launch, compiled for a GPU that need not be present."""
 
 import re
 import subprocess
@@ -27,13 +27,13 @@ class Machine:
     shared: int
 
     def count(self, instruction: str) -> int:
-        """How often an instruction stands in the machine code; `LDG` is any of its variants."""
+        """Occurrences of an instruction in the machine code; `LDG` includes its variants."""
         return len(re.findall(rf"\b{re.escape(instruction)}(?![A-Z0-9])", self.sass))
 
     def float32(self, operation: str) -> int:
         """Float32 operations in the PTX, a packed pair being two: `mul` any, `mul.rn` some."""
-        found = re.findall(rf"\b{re.escape(operation)}\.(?:\w+\.)*f32(x2)?\s", self.ptx)
-        return sum(2 if packed else 1 for packed in found)
+        matches = re.findall(rf"\b{re.escape(operation)}\.(?:\w+\.)*f32(x2)?\s", self.ptx)
+        return sum(2 if packed else 1 for packed in matches)
 
     @property
     def spills(self) -> int:
@@ -42,7 +42,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class AbsentGPU:
-    """As much of a driver as Triton asks for before it launches."""
+    """The part of a driver that Triton needs before a launch."""
 
     capability: int
 
@@ -50,7 +50,7 @@ class AbsentGPU:
         return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
-        return self.capability  # kernels are kept by device: to each architecture its own
+        return self.capability  # Triton caches kernels by device: one per architecture
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -59,7 +59,7 @@ class AbsentGPU:
 def machine_code(call: Callable[[], object], capability: int, folder: Path) -> Machine:
     """The one kernel that `call` launches, on CPU tensors, compiled for sm_`capability` instead.
 
-    The signature is therefore the one that a launch finds: types, alignment, strides of one.
+    The signature (types, alignment, strides of one) is therefore that of a real launch.
     """
     built: list[Any] = []
     run = JITFunction.run
@@ -82,6 +82,6 @@ def machine_code(call: Callable[[], object], capability: int, folder: Path) -> M
 
 
 def tool(name: str, *arguments: str) -> str:
-    """The output of a binary utility that the wheel brings along."""
+    """The output of a binary utility from the Triton wheel."""
     done = subprocess.run([TOOLS / name, *arguments], capture_output=True, text=True, check=True)
     return done.stdout

@@ -1,4 +1,4 @@
-"""AdamW on lists against torch's operator: bits, layouts, and memory that is not its own."""
+"""AdamW on lists against torch's fused operator: bits, layouts and neighbouring memory."""
 
 import gc
 import os
@@ -50,7 +50,7 @@ def test_views_with_gaps_are_refused_though_all_have_them() -> None:
 
 
 def trained(make: Any, change: Any, shape: tuple[int, ...] = (24, 16)) -> Tensor:
-    """Six steps; `change(param, optimizer)` may do what it likes after the third."""
+    """The parameter after six steps, with `change(param, optimizer)` called before the fourth."""
     torch.manual_seed(0)
     param = nn.Parameter(torch.randn(shape))
     optimizer = make([param])
@@ -94,9 +94,9 @@ def other_moments(param: Tensor, optimizer: Any) -> None:
     ids=lambda change: change.__name__,
 )
 def test_tensors_pointed_to_other_memory_are_followed(change: Any) -> None:
-    mine = trained(lambda params: isokron.AdamW(params, lr=0.1), change)
-    theirs = trained(lambda p: torch.optim.AdamW(p, lr=0.1, fused=True), lambda *_: None)
-    assert torch.equal(mine, theirs)
+    ours = trained(lambda params: isokron.AdamW(params, lr=0.1), change)
+    torchs = trained(lambda p: torch.optim.AdamW(p, lr=0.1, fused=True), lambda *_: None)
+    assert torch.equal(ours, torchs)
 
 
 @pytest.mark.parametrize(
@@ -125,9 +125,9 @@ def test_gradients_of_any_layout_give_the_right_step(lay: Any) -> None:
 
 
 def test_a_column_slice_as_a_parameter_leaves_its_neighbours_alone() -> None:
-    whole = torch.randn(6, 8)
-    outside = whole[:, 4:].clone()
-    a, b = nn.Parameter(whole[:, :4]), nn.Parameter(whole[:, :4].clone())
+    matrix = torch.randn(6, 8)
+    outside = matrix[:, 4:].clone()
+    a, b = nn.Parameter(matrix[:, :4]), nn.Parameter(matrix[:, :4].clone())
     ours, reference = isokron.AdamW([a], lr=0.1), torch.optim.AdamW([b], lr=0.1, fused=True)
     for _ in range(3):
         a.grad = torch.randn(6, 4)
@@ -135,8 +135,8 @@ def test_a_column_slice_as_a_parameter_leaves_its_neighbours_alone() -> None:
         ours.step()
         reference.step()
     assert torch.equal(a, b)
-    assert torch.equal(whole[:, 4:], outside)
-    assert torch.equal(whole[:, :4], b)
+    assert torch.equal(matrix[:, 4:], outside)
+    assert torch.equal(matrix[:, :4], b)
 
 
 @pytest.mark.parametrize("param_last", [False, True])
@@ -226,7 +226,7 @@ def test_counters_are_float32_whatever_the_default_is() -> None:
 
 
 def test_parameters_that_share_memory_are_stepped_in_their_order() -> None:
-    """On two threads they would race; one after the other they are stepped as torch does."""
+    """On two threads they would race; torch updates them one after the other."""
     code = """
 import torch, isokron
 from torch import nn

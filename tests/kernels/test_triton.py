@@ -1,9 +1,9 @@
-"""The Triton kernels without a GPU: run by the interpreter, and compiled for GPUs not at hand."""
+"""The Triton kernels without a GPU: run in the interpreter, and compiled for several GPUs."""
 
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
 
@@ -45,7 +45,7 @@ def test_the_gpu_benchmark_says_in_one_line_that_there_is_no_gpu() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_anew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A cache of its own, so that what is looked at is what was compiled just now."""
+    """An empty cache, so that the tests inspect freshly compiled code."""
     folder = tmp_path_factory.mktemp("triton")
     with triton.knobs.cache.scope():
         triton.knobs.cache.dir = str(folder)
@@ -74,9 +74,9 @@ def product(
     folder: Path, form: str, capability: int, dtype: torch.dtype, precision: str = "high"
 ) -> Machine:
     x, add = torch.zeros(2, 256, 512, dtype=dtype), torch.zeros(2, 256, 256, dtype=dtype)
-    run: Callable[..., None] = triton_symmetric.by_pointers_
     if form == "descriptors":
-        run = partial(triton_symmetric.by_descriptors_, hopper=capability == 90)
+        form = f"descriptors, sm_{capability}"
+    run = partial(triton_symmetric.multiply_, form=form)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
@@ -116,12 +116,12 @@ def test_adamw_rounds_where_the_source_says_and_nowhere_else(
 ) -> None:
     code = adamw(compiled_anew, capability)
     elements = 2 * 8  # of a thread, once with and once without a mask
-    wanted = {"fma": 5, "mul": 2, "add": 1, "div": 2, "sqrt": 1}
+    expected = {"fma": 5, "mul": 2, "add": 1, "div": 2, "sqrt": 1}
     once = {"div": 1, "sqrt": 1}  # the bias corrections
-    for operation, each in wanted.items():
-        assert code.float32(operation) == each * elements + once.get(operation, 0)
+    for operation, count in expected.items():
+        assert code.float32(operation) == count * elements + once.get(operation, 0)
     # without .rn the assembler would be free to fuse or to approximate
-    for operation in (*wanted, "sub"):
+    for operation in (*expected, "sub"):
         assert code.float32(operation) == code.float32(f"{operation}.rn")
     assert "ftz" not in code.ptx
 

@@ -1,4 +1,4 @@
-"""Which Triton kernels are used, and what is said where they are not."""
+"""When Triton kernels are used, and the reasons reported when they are not."""
 
 import sys
 

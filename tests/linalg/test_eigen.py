@@ -1,12 +1,14 @@
+"""Eigendecompositions with their retries, and bases that track a matrix."""
+
 import logging
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from isokron.linalg.eigen import JITTERS, eigh
+from isokron.linalg import eigenbasis, eigh, follow, lift, offdiagonal
+from isokron.linalg.eigen import JITTERS
 
 torch_eigh = torch.linalg.eigh
 
@@ -21,7 +23,7 @@ def rebuilt(values: Tensor, vectors: Tensor) -> Tensor:
 
 
 def inject(monkeypatch: pytest.MonkeyPatch, fails: Callable[[Tensor], bool]) -> list[Tensor]:
-    """Makes torch.linalg.eigh raise where `fails(matrix)`; returns what it was given."""
+    """Make torch.linalg.eigh raise where `fails(matrix)`; returns its arguments."""
     calls: list[Tensor] = []
 
     def faulty(matrix: Tensor, UPLO: str = "L") -> tuple[Tensor, Tensor]:
@@ -67,28 +69,16 @@ def test_the_upper_triangle_is_not_read() -> None:
     expected = eigh(matrix)
     for garbage in (-7.0, 1e300, torch.nan, torch.inf):
         stale = torch.where(torch.ones_like(matrix).tril().bool(), matrix, garbage)
-        for found, wanted in zip(eigh(stale), expected, strict=True):
-            assert torch.equal(found, wanted)
+        assert all(map(torch.equal, eigh(stale), expected))
 
 
-@pytest.mark.parametrize("scale", [1e-36, 1e-30, 1e30, 1e36])
-def test_matrices_of_any_scale_are_as_accurate_as_those_of_scale_one(scale: float) -> None:
-    matrix = positive(4, 6) * scale
-    values, vectors = eigh(matrix.float())
-    wanted = torch.linalg.eigvalsh(matrix)
-    torch.testing.assert_close(values.double() / scale, wanted / scale, rtol=1e-5, atol=1e-5)
-    found = rebuilt(values.double(), vectors.double())
-    torch.testing.assert_close(found / scale, matrix / scale, rtol=1e-5, atol=1e-5)
-
-
-def test_every_matrix_of_a_batch_has_its_own_scale() -> None:
-    scales = torch.tensor([1e-30, 1.0, 1e30], dtype=torch.float64)
-    matrix = positive(3, 6) * scales.view(3, 1, 1)
-    values, _ = eigh(matrix.float())
-    wanted = torch.linalg.eigvalsh(matrix)
-    torch.testing.assert_close(
-        values.double() / scales[:, None], wanted / scales[:, None], rtol=1e-5, atol=1e-5
-    )
+def test_matrices_of_any_scale_in_one_batch_are_as_accurate_as_those_of_scale_one() -> None:
+    scales = torch.tensor([1e-36, 1e-30, 1.0, 1e30, 1e36], dtype=torch.float64)
+    matrix = positive(5, 6)
+    values, vectors = eigh((matrix * scales[:, None, None]).float())
+    values = values.double() / scales[:, None]
+    torch.testing.assert_close(values, torch.linalg.eigvalsh(matrix), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(rebuilt(values, vectors.double()), matrix, rtol=1e-5, atol=1e-5)
 
 
 def test_singular_and_zero_matrices_have_zero_eigenvalues() -> None:
@@ -144,7 +134,7 @@ def test_a_batch_that_fails_is_retried_one_at_a_time(
 ) -> None:
     matrix = positive(2, 3, 5, dtype=torch.float32)
     values, vectors = eigh(matrix)
-    calls = inject(monkeypatch, lambda given: given.ndim > 2)
+    calls = inject(monkeypatch, lambda sample: sample.ndim > 2)
     again = eigh(matrix)
     torch.testing.assert_close(again[0], values)
     torch.testing.assert_close(rebuilt(*again), rebuilt(values, vectors))
@@ -158,11 +148,11 @@ def test_only_the_matrix_that_fails_goes_on_to_float64(
 ) -> None:
     matrix = positive(3, 5, dtype=torch.float32)
     mark_(matrix[1])
-    calls = inject(monkeypatch, lambda given: given.dtype is torch.float32 and is_marked(given))
+    calls = inject(monkeypatch, lambda sample: sample.dtype is torch.float32 and is_marked(sample))
     values, vectors = eigh(matrix)
     assert values.dtype is vectors.dtype is torch.float32
     torch.testing.assert_close(rebuilt(values, vectors), matrix, rtol=1e-4, atol=1e-4)
-    assert [given.dtype for given in calls].count(torch.float64) == 1
+    assert [sample.dtype for sample in calls].count(torch.float64) == 1
     assert "retrying 1 of 3 matrices in float64" in caplog.text
 
 
@@ -172,7 +162,7 @@ def test_jitter_is_tried_in_turn_and_taken_off_the_eigenvalues(
 ) -> None:
     matrix = positive(4)
     wanted, _ = eigh(matrix)
-    calls = inject(monkeypatch, lambda given: len(calls) <= retry + 1)
+    calls = inject(monkeypatch, lambda sample: len(calls) <= retry + 1)
     values, vectors = eigh(matrix)
     torch.testing.assert_close(values, wanted, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(rebuilt(values, vectors), matrix, rtol=1e-10, atol=1e-10)
@@ -217,18 +207,38 @@ def test_what_is_not_square_is_named() -> None:
             eigh(torch.ones(shape))
 
 
-def test_a_result_that_is_not_finite_is_a_failure_though_nothing_was_raised(
+def test_a_result_that_is_not_finite_is_retried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    real = torch.linalg.eigh
-
-    def silent(matrix: torch.Tensor, UPLO: str = "L") -> Any:
-        values, vectors = real(matrix, UPLO=UPLO)
+    def silent(matrix: Tensor, UPLO: str = "L") -> tuple[Tensor, Tensor]:
+        values, vectors = torch_eigh(matrix, UPLO=UPLO)
         bad = matrix.dtype is torch.float32
         return values, torch.full_like(vectors, torch.nan) if bad else vectors
 
-    half = torch.randn(3, 5, 6)
-    matrix = half @ half.mT
+    matrix = positive(3, 5, dtype=torch.float32)
     monkeypatch.setattr(torch.linalg, "eigh", silent)
-    values, vectors = eigh(matrix)
-    torch.testing.assert_close(vectors * values.unsqueeze(-2) @ vectors.mT, matrix)
+    torch.testing.assert_close(rebuilt(*eigh(matrix)), matrix, rtol=1e-4, atol=1e-4)
+
+
+def test_orthogonal_iteration_converges_to_the_descending_eigenbasis() -> None:
+    matrix = positive(3, 6)
+    matrix[2] = 0  # keeps its basis
+    start = torch.linalg.qr(torch.randn_like(matrix)).Q
+    basis = start
+    for _ in range(3000):
+        basis = follow(matrix, basis)
+    assert torch.equal(basis[2], start[2])
+    assert offdiagonal(matrix, start)[:2].min() > 0.1
+    assert offdiagonal(matrix, basis).max() < 1e-6
+    overlap = (basis.mT @ eigenbasis(matrix)).abs()[:2]
+    torch.testing.assert_close(overlap, torch.eye(6).double().expand(2, 6, 6), atol=1e-5, rtol=0)
+
+
+def test_lifted_eigenvalues_are_at_least_the_largest_over_the_condition() -> None:
+    values = torch.tensor([[1e-9, 0.05, 0.2, 2.0], [1.0] * 4, [-1e-9, 0.0, 0.0, 0.0]])
+    raised, count = lift(values, 10.0)
+    assert raised.tolist() == torch.tensor([[0.2, 0.2, 0.2, 2.0], [1.0] * 4, [0.0] * 4]).tolist()
+    assert count.tolist() == [2, 0, 1]
+    for condition in (0.5, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="max_condition must be at least 1, got"):
+            lift(values, condition)

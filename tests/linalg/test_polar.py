@@ -1,10 +1,11 @@
+"""Polar factors and Newton–Schulz iterations against singular values in float64."""
+
 import numpy as np
 import pytest
 import torch
 from torch.optim._muon import _zeropower_via_newtonschulz
 
-from isokron.linalg import gram, newton_schulz
-from isokron.linalg.polar import quickest
+from isokron.linalg import newton_schulz, quickest, symmetric
 from isokron.polynomials import POLYNOMIALS, Coefficients, schedule
 
 CLASSIC = POLYNOMIALS["classic"][0]
@@ -32,7 +33,7 @@ def polar(matrix: torch.Tensor) -> torch.Tensor:
 def test_iteration_is_the_polynomial_of_the_singular_values(
     shape: tuple[int, ...], name: str, method: str, panel: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gram, "LEAST_PANEL", panel)  # so that small matrices have panels
+    monkeypatch.setattr(symmetric, "MIN_PANEL", panel)  # so that small matrices have panels
     matrix = torch.randn(shape, dtype=torch.float64)
     for steps in (0, 1, 5, 9):
         expected = (
@@ -113,8 +114,8 @@ def test_reference_is_the_published_loop_to_the_bit(
 def test_plain_in_bfloat16_is_torchs_muon_to_the_bit(shape: tuple[int, ...]) -> None:
     matrix = torch.randn(shape)
     expected = _zeropower_via_newtonschulz(matrix, CLASSIC, 5, 1e-7)
-    found = newton_schulz(matrix, method="plain", dtype=torch.bfloat16)
-    assert torch.equal(found, expected.float())
+    computed = newton_schulz(matrix, method="plain", dtype=torch.bfloat16)
+    assert torch.equal(computed, expected.float())
 
 
 def remez(low: float, high: float) -> Coefficients:
@@ -206,18 +207,18 @@ def test_zero_and_empty_matrices_stay_what_they_are(method: str) -> None:
 @pytest.mark.parametrize("method", [*SAME, "eigh"])
 def test_one_bad_matrix_spoils_no_other(method: str) -> None:
     matrices = torch.randn(3, 4, 6)
-    whole = newton_schulz(matrices, method=method)
+    expected = newton_schulz(matrices, method=method)
     matrices[1, 2, 3] = torch.nan
-    spoilt = newton_schulz(matrices, method=method)
-    assert spoilt[1].isnan().all()
-    torch.testing.assert_close(spoilt[[0, 2]], whole[[0, 2]])
+    spoiled = newton_schulz(matrices, method=method)
+    assert spoiled[1].isnan().all()
+    torch.testing.assert_close(spoiled[[0, 2]], expected[[0, 2]])
 
 
 def test_a_batch_larger_than_a_chunk_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     matrices = torch.randn(7, 4, 6, dtype=torch.float64)
-    whole = newton_schulz(matrices)
+    expected = newton_schulz(matrices)
     monkeypatch.setattr("isokron.linalg.polar.CPU_CHUNK", 2 * 4 * 6 * 8)
-    torch.testing.assert_close(newton_schulz(matrices), whole)
+    torch.testing.assert_close(newton_schulz(matrices), expected)
 
 
 @pytest.mark.parametrize(

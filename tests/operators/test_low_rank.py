@@ -1,4 +1,4 @@
-"""LowRank against its dense matrix: the gradients' covariance, and the softmax's Fisher."""
+"""LowRank against dense matrices: covariances of gradients, and the Fisher of a softmax."""
 
 from collections.abc import Callable
 
@@ -36,25 +36,25 @@ def eye(n: int) -> Tensor:
 
 
 def inverse_of_outer(columns: Tensor, damping: float) -> Tensor:
-    """(UUᵀ + λI)⁻¹ by the singular values of U, which know small eigenvalues better than UUᵀ"""
+    """(UUᵀ + λI)⁻¹ by the singular values of U, more accurate than those of UUᵀ"""
     left, roots, _ = torch.linalg.svd(columns)
     values = torch.full(left.shape[:-1], damping, dtype=torch.float64)
     values[..., : roots.shape[-1]] += roots**2
     return (left * values.unsqueeze(-2) ** -1) @ left.mT
 
 
-def close(found: Tensor, wanted: Tensor, tolerance: float = 1e-12) -> None:
+def close(computed: Tensor, expected: Tensor, tolerance: float = 1e-12) -> None:
     """Within `tolerance` of the largest entry."""
-    scale = wanted.abs().max().clamp(min=1e-300)
-    torch.testing.assert_close(found / scale, wanted / scale, rtol=0, atol=tolerance)
+    scale = expected.abs().max().clamp(min=1e-300)
+    torch.testing.assert_close(computed / scale, expected / scale, rtol=0, atol=tolerance)
 
 
-def relative(found: Tensor, wanted: Tensor) -> float:
-    return ((found.double() - wanted).norm() / wanted.norm()).item()
+def relative(computed: Tensor, expected: Tensor) -> float:
+    return ((computed.double() - expected).norm() / expected.norm()).item()
 
 
 def scaled(columns: Tensor, terms: int | None, dtype: torch.dtype | None, storage: str) -> Tensor:
-    """U/√T, stored. In half precision the quotient would underflow."""
+    """U/√T, stored; divided in at least float32, since half precision could underflow."""
     root = (columns.size(-1) if terms is None else terms) ** 0.5
     return store(columns.to(low_rank.wide(columns.dtype)) / root, dtype or columns.dtype, storage)
 
@@ -80,10 +80,10 @@ def softmax_factor(
 @pytest.mark.parametrize("batch", BATCHES)
 def test_gradients_become_their_mean_outer_product(batch: tuple[int, ...]) -> None:
     gradients = normal(*batch, 7, 4)
-    wanted = gradients @ gradients.mT / 4
-    close(gradient_factor(gradients).to_dense(), wanted)
+    expected = gradients @ gradients.mT / 4
+    close(gradient_factor(gradients).to_dense(), expected)
     padded = torch.cat([gradients, torch.zeros(*batch, 7, 3).double()], -1)
-    close(gradient_factor(padded, terms=4).to_dense(7), wanted)
+    close(gradient_factor(padded, terms=4).to_dense(7), expected)
 
 
 @pytest.mark.parametrize("batch", BATCHES)
@@ -93,30 +93,30 @@ def test_the_inverse_of_a_gradient_factor_is_that_of_its_dense_matrix(
     batch: tuple[int, ...], damping: float, terms: int
 ) -> None:
     gradients = normal(*batch, 7, terms)
-    wanted = inverse_of_outer(gradients / terms**0.5, damping)
-    found = gradient_factor(gradients).inverse(damping)
-    close(found.to_dense(), wanted)
-    assert found.columns.shape[-1] <= max(terms, 7)
+    expected = inverse_of_outer(gradients / terms**0.5, damping)
+    computed = gradient_factor(gradients).inverse(damping)
+    close(computed.to_dense(), expected)
+    assert computed.columns.shape[-1] <= max(terms, 7)
     for dim, shape in ((-2, (7, 5)), (-1, (5, 7)), (-2, (3, 7, 2))):
         x = normal(*batch, *shape)
-        close(found.apply(x, dim), multiply(x, wanted, dim))
+        close(computed.apply(x, dim), multiply(x, expected, dim))
 
 
-def test_columns_of_zeros_and_columns_twice_change_nothing_but_the_count() -> None:
-    some, zeros = normal(2, 7, 3), torch.zeros(2, 7, 2).double()
-    some[1, :, 2] = some[1, :, 1]  # and the two of a batch differ in rank
-    factor = gradient_factor(torch.cat([some, zeros, some], -1))
-    found = factor.inverse(0.1)
-    close(found.to_dense(), torch.linalg.inv(factor.to_dense() + 0.1 * eye(7)))
-    assert found.columns.shape[-1] == 3
+def test_zero_and_repeated_columns_add_no_rank() -> None:
+    columns, zeros = normal(2, 7, 3), torch.zeros(2, 7, 2).double()
+    columns[1, :, 2] = columns[1, :, 1]  # the matrices of the batch differ in rank
+    factor = gradient_factor(torch.cat([columns, zeros, columns], -1))
+    computed = factor.inverse(0.1)
+    close(computed.to_dense(), torch.linalg.inv(factor.to_dense() + 0.1 * eye(7)))
+    assert computed.columns.shape[-1] == 3
     close(gradient_factor(zeros).inverse(0.1).to_dense(), 10 * eye(7).expand(2, 7, 7))
 
 
 def test_small_eigenvalues_under_a_large_damping_keep_their_digits() -> None:
     column = normal(7, 1)
-    found = gradient_factor(1e-9 * column).inverse(1e3)
-    wanted = -(1e3**-2) * 1e-18 * column @ column.mT  # the derivative of 1/λ
-    close(found.sign * found.columns @ found.columns.mT, wanted)
+    computed = gradient_factor(1e-9 * column).inverse(1e3)
+    expected = -(1e3**-2) * 1e-18 * column @ column.mT  # the derivative of 1/λ
+    close(computed.sign * computed.columns @ computed.columns.mT, expected)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
@@ -133,10 +133,10 @@ def test_every_storage_dtype_reaches_its_tolerance(dtype: torch.dtype, kind: str
     assert factor.columns.dtype is dtype
     inverse = factor.inverse(damping)
     assert inverse.columns.dtype is torch.float32
-    wanted = torch.linalg.inv(exact + damping * eye(64))
-    assert relative(inverse.to_dense(), wanted) < TOLERANCES[dtype]
+    expected = torch.linalg.inv(exact + damping * eye(64))
+    assert relative(inverse.to_dense(), expected) < TOLERANCES[dtype]
     x = normal(64, 5).float()
-    assert relative(inverse.apply(x, -2), wanted @ x.double()) < TOLERANCES[dtype]
+    assert relative(inverse.apply(x, -2), expected @ x.double()) < TOLERANCES[dtype]
     assert relative(factor.apply(x, -2), exact @ x.double()) < TOLERANCES[dtype]
     assert factor.apply(x, -2).dtype is torch.float32
     assert factor.apply(x.bfloat16(), -2).dtype is torch.bfloat16
@@ -146,9 +146,9 @@ def test_the_square_root_of_the_terms_keeps_half_precision_from_underflow() -> N
     gradients = 3e-5 * normal(64, 100)
     factor = gradient_factor(gradients.float(), store_dtype=torch.float16)
     assert relative(factor.to_dense(), gradients @ gradients.mT / 100) < 0.1
-    with pytest.raises(ValueError, match=r"float16 has not the range .* use bfloat16"):
+    with pytest.raises(ValueError, match=r"float16 cannot represent .* use bfloat16"):
         gradient_factor(1e-4 * gradients.float(), store_dtype=torch.float16)
-    with pytest.raises(ValueError, match=r"float16 has not the range .* use bfloat16"):
+    with pytest.raises(ValueError, match=r"float16 cannot represent .* use bfloat16"):
         gradient_factor(1e10 * gradients.float(), store_dtype=torch.float16)
 
 
@@ -158,13 +158,13 @@ def test_the_softmax_factor_is_the_fisher_of_the_softmax(
     batch: tuple[int, ...], terms: int
 ) -> None:
     p = probabilities(*batch, 7, terms)
-    wanted = torch.diag_embed(p.mean(-1)) - p @ p.mT / terms
+    expected = torch.diag_embed(p.mean(-1)) - p @ p.mT / terms
     factor = softmax_factor(p)
-    close(factor.to_dense(), wanted)
+    close(factor.to_dense(), expected)
     x = normal(*batch, 7, 5)
-    close(factor.apply(x, -2), wanted @ x)
+    close(factor.apply(x, -2), expected @ x)
     padded = torch.cat([p, torch.zeros(*batch, 7, 3).double()], -1)
-    close(softmax_factor(padded, terms=terms).to_dense(), wanted)
+    close(softmax_factor(padded, terms=terms).to_dense(), expected)
 
 
 @pytest.mark.parametrize("batch", BATCHES)
@@ -175,10 +175,10 @@ def test_the_inverse_of_a_softmax_factor_is_that_of_its_dense_matrix(
 ) -> None:
     factor = softmax_factor(probabilities(*batch, 7, terms))
     damped = factor.to_dense() + damping * eye(7)
-    wanted = torch.linalg.inv(damped)
-    close(factor.inverse(damping).to_dense(), wanted)
+    expected = torch.linalg.inv(damped)
+    close(factor.inverse(damping).to_dense(), expected)
     x = normal(*batch, 5, 7)
-    close(factor.inverse(damping).apply(x, -1), x @ wanted)
+    close(factor.inverse(damping).apply(x, -1), x @ expected)
     close(factor.inverse(damping).inverse().to_dense(), damped, 1e-11)  # now with the plus
 
 
@@ -189,8 +189,8 @@ def test_a_softmax_factor_is_positive_whatever_it_is_stored_in(dtype: torch.dtyp
     dense = torch.diag(factor.diagonal) - factor.columns.double() @ factor.columns.double().mT
     assert dense.sum(-1).abs().max() < 1e-15
     assert torch.linalg.eigvalsh(dense).min() > -1e-15
-    wanted = torch.linalg.inv(dense + 1e-9 * eye(40))
-    assert relative(factor.inverse(1e-9).to_dense(), wanted) < 1e-6
+    expected = torch.linalg.inv(dense + 1e-9 * eye(40))
+    assert relative(factor.inverse(1e-9).to_dense(), expected) < 1e-6
 
 
 def test_the_softmax_factor_says_when_it_is_singular_to_rounding() -> None:
@@ -217,40 +217,36 @@ def test_a_difference_that_is_not_positive_is_an_error_and_not_repaired() -> Non
 
 
 def test_without_damping_a_gradient_factor_is_singular() -> None:
-    with pytest.raises(ValueError, match=r"singular: .* must be positive, got 0; give damping"):
-        gradient_factor(normal(7, 4)).inverse()
-    with pytest.raises(ValueError, match=r"singular: .* must be positive, got 0; give damping"):
-        LowRank(torch.zeros(7).double(), normal(7, 4)).inverse()
+    for factor in (gradient_factor(normal(7, 4)), LowRank(torch.zeros(7).double(), normal(7, 4))):
+        with pytest.raises(ValueError, match=r"singular: .* must be positive, got 0; give damping"):
+            factor.inverse()
 
 
 @pytest.mark.parametrize("damping", [-0.1, float("nan"), float("inf")])
-def test_damping_below_zero_or_not_finite_is_an_error(damping: float) -> None:
+def test_negative_or_infinite_damping_is_an_error(damping: float) -> None:
     for factor in (gradient_factor(normal(7, 4)), softmax_factor(probabilities(7, 4))):
         with pytest.raises(ValueError, match=r"damping must be a finite number of at least 0"):
             factor.inverse(damping)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_columns_that_are_not_finite_are_an_error(bad: float) -> None:
+def test_wrong_columns_are_an_error(bad: float) -> None:
     gradients = normal(7, 4)
     gradients[2, 1] = bad
     with pytest.raises(ValueError, match="columns must be finite"):
         gradient_factor(gradients)
     with pytest.raises(ValueError, match="columns must be finite"):
         LowRank(torch.zeros(1).double(), gradients).inverse(0.1)
-
-
-def test_shapes_that_do_not_fit_are_named() -> None:
     with pytest.raises(ValueError, match=r"diagonal must be .* got shapes \(3,\) and \(7, 4\)"):
         LowRank(torch.zeros(3), normal(7, 4))
 
 
-def test_it_is_a_side_of_a_kron() -> None:
+def test_it_is_a_factor_of_a_kron() -> None:
     gradients, a = normal(7, 4), eye(3) + 0.1
     kron = Kron((gradient_factor(gradients).inverse(0.1), Dense(a)))
     x = normal(7, 3)
-    wanted = torch.linalg.inv(gradients @ gradients.mT / 4 + 0.1 * eye(7)) @ x
-    close(kron.apply(x), wanted @ a)
+    expected = torch.linalg.inv(gradients @ gradients.mT / 4 + 0.1 * eye(7)) @ x
+    close(kron.apply(x), expected @ a)
 
 
 @pytest.mark.parametrize("kind", [gradient_factor, softmax_factor])
@@ -258,26 +254,26 @@ def test_reading_in_pieces_gives_what_reading_at_once_gives(
     kind: Callable[[Tensor], LowRank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     p, x = probabilities(3, 50, 4).float(), normal(3, 5, 50)
-    whole = kind(p)
-    wanted = [whole.apply(x, -1), whole.inverse(0.1).apply(x, -1)]
+    single = kind(p)
+    expected = [single.apply(x, -1), single.inverse(0.1).apply(x, -1)]
     monkeypatch.setattr(low_rank, "PIECE_BYTES", 3 * 4 * 8 * 7)  # seven rows
     assert [start for start, _ in low_rank.pieces(p, p.device, torch.float64)][:3] == [0, 7, 14]
     cut = kind(p)
-    close(cut.diagonal, whole.diagonal)
-    close(cut.apply(x, -1), wanted[0])
-    close(cut.inverse(0.1).apply(x, -1), wanted[1], 1e-6)  # whose columns are float32
+    close(cut.diagonal, single.diagonal)
+    close(cut.apply(x, -1), expected[0])
+    close(cut.inverse(0.1).apply(x, -1), expected[1], 1e-6)  # whose columns are float32
 
 
-def test_nothing_of_the_size_of_the_dense_matrix_is_made() -> None:
+def test_the_dense_matrix_is_never_formed() -> None:
     largest = 0
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore
             nonlocal largest
-            out = func(*args, **(kwargs or {}))
-            sizes = [t.numel() for t in torch.utils._pytree.tree_leaves(out) if torch.is_tensor(t)]
-            largest = max([largest, *sizes])
-            return out
+            result = func(*args, **(kwargs or {}))
+            leaves = torch.utils._pytree.tree_leaves(result)
+            largest = max([largest, *(t.numel() for t in leaves if torch.is_tensor(t))])
+            return result
 
     n, terms = 200, 5
     p, x = probabilities(n, terms), normal(n, 3)
@@ -291,7 +287,7 @@ def test_nothing_of_the_size_of_the_dense_matrix_is_made() -> None:
 
 # outputs, terms → by policy all, hybrid, auto, none
 @pytest.mark.parametrize(
-    ("outputs", "terms", "wanted"),
+    ("outputs", "terms", "expected"),
     [
         (1000, 750, [True, False, True, False]),
         (1000, 751, [True, False, False, False]),
@@ -301,18 +297,17 @@ def test_nothing_of_the_size_of_the_dense_matrix_is_made() -> None:
         (16385, 100, [True, True, True, False]),
     ],
 )
-def test_policies_choose_by_outputs_and_terms(outputs: int, terms: int, wanted: list[bool]) -> None:
+def test_policies_choose_by_outputs_and_terms(
+    outputs: int, terms: int, expected: list[bool]
+) -> None:
     policies = ("all", "hybrid", "auto", "none")
-    assert [woodbury_policy(outputs, terms, policy) for policy in policies] == wanted
-    assert woodbury_policy(outputs, terms) is wanted[2]
+    assert [woodbury_policy(outputs, terms, policy) for policy in policies] == expected
+    assert woodbury_policy(outputs, terms) is expected[2]
 
 
 def test_thresholds_of_a_policy_are_arguments() -> None:
     assert woodbury_policy(100, 90, "auto", rho=0.9)
     assert not woodbury_policy(100, 50, "auto", t_max=49)
-
-
-def test_policies_name_what_is_wrong() -> None:
     with pytest.raises(ValueError, match=r"policy must be one of \('all', .*\), got 'always'"):
         woodbury_policy(10, 5, "always")
     with pytest.raises(ValueError, match=r"rho must be positive, got -1"):
@@ -341,13 +336,13 @@ def test_storing_rounds_to_the_dtype_and_copies_nothing_else() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned memory is CUDA's")
 def test_on_the_host_columns_are_pinned_and_act_as_on_the_device() -> None:
     u, x = normal(64, 8).cuda(), normal(64, 3).cuda()
-    here, there = gradient_factor(u, storage="device"), gradient_factor(u, storage="host")
-    assert there.columns.is_pinned()
-    assert there.inverse(0.1).columns.is_pinned()
-    torch.testing.assert_close(there.inverse(0.1).apply(x, -2), here.inverse(0.1).apply(x, -2))
+    device, host = (gradient_factor(u, storage=storage) for storage in ("device", "host"))
+    assert host.columns.is_pinned()
+    assert host.inverse(0.1).columns.is_pinned()
+    torch.testing.assert_close(host.inverse(0.1).apply(x, -2), device.inverse(0.1).apply(x, -2))
 
 
-def test_a_matrix_as_it_is_wanted_is_read_in_one_piece_without_a_copy(
+def test_a_matrix_that_needs_no_conversion_is_read_in_one_piece_without_a_copy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(low_rank, "PIECE_BYTES", 1)

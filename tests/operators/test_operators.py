@@ -1,3 +1,5 @@
+"""Factors and operators against dense matrices in float64."""
+
 from collections.abc import Callable
 from math import prod
 
@@ -43,25 +45,60 @@ def orthogonal(batch: Shape, n: int) -> Tensor:
     return torch.linalg.qr(normal(*batch, n, n)).Q
 
 
-# every factor: batch, n → a random one
-FACTORS: dict[str, Callable[[Shape, int], Factor]] = {
-    "identity": lambda batch, n: Identity(),
-    "diagonal": lambda batch, n: Diagonal(uniform(*batch, n)),
-    "dense": lambda batch, n: Dense(positive(batch, n)),
-    "cholesky": lambda batch, n: CholeskyInverse(torch.linalg.cholesky(positive(batch, n))),
-    "eigen": lambda batch, n: Eigen(uniform(*batch, n), orthogonal(batch, n)),
-    "low rank": lambda batch, n: LowRank(uniform(*batch, 1), normal(*batch, n, 2)),
-}
+def identity(batch: Shape, n: int) -> tuple[Factor, Tensor]:
+    return Identity(), torch.eye(n, dtype=torch.float64).expand(*batch, n, n)
+
+
+def diagonal(batch: Shape, n: int) -> tuple[Factor, Tensor]:
+    values = uniform(*batch, n)
+    return Diagonal(values), torch.diag_embed(values)
+
+
+def dense(batch: Shape, n: int) -> tuple[Factor, Tensor]:
+    matrix = positive(batch, n)
+    return Dense(matrix), matrix
+
+
+def cholesky(batch: Shape, n: int) -> tuple[Factor, Tensor]:
+    matrix = positive(batch, n)
+    return CholeskyInverse(torch.linalg.cholesky(matrix)), torch.linalg.inv(matrix)
+
+
+def eigen(batch: Shape, n: int) -> tuple[Factor, Tensor]:
+    values, basis = uniform(*batch, n), orthogonal(batch, n)
+    return Eigen(values, basis), basis @ torch.diag_embed(values) @ basis.mT
+
+
+def low_rank(batch: Shape, n: int, width: int = 1, sign: int = 1) -> tuple[Factor, Tensor]:
+    base, columns = uniform(*batch, width), normal(*batch, n, 2)
+    expected = torch.diag_embed(base.expand(*batch, n)) + sign * columns @ columns.mT
+    return LowRank(base, columns, sign), expected
+
+
+def low_rank_difference(batch: Shape, n: int) -> tuple[Factor, Tensor]:
+    return low_rank(batch, n, n, -1)
+
+
+# every factor: batch, n → a random one and its dense matrix
+FACTORS: list[Callable[[Shape, int], tuple[Factor, Tensor]]] = [
+    identity,
+    diagonal,
+    dense,
+    cholesky,
+    eigen,
+    low_rank,
+    low_rank_difference,
+]
 
 
 def mixed(batch: Shape, block: Shape) -> Kron:
-    """A Kron with a different kind of factor on every side."""
-    kinds = ["dense", "eigen", "identity", "diagonal"]
-    return Kron(tuple(FACTORS[kind](batch, n) for kind, n in zip(kinds, block, strict=False)))
+    """A Kron with a different factor on every dimension."""
+    makers = [dense, eigen, identity, diagonal]
+    return Kron(tuple(make(batch, n)[0] for make, n in zip(makers, block, strict=False)))
 
 
 def eigenbases(batch: Shape, block: Shape) -> tuple[Tensor | None, ...]:
-    """Orthogonal bases, and none on the third side."""
+    """Orthogonal bases, and none on the third dimension."""
     return tuple(None if i == 2 else orthogonal(batch, n) for i, n in enumerate(block))
 
 
@@ -90,8 +127,8 @@ def kron_of(sides: list[Tensor]) -> Tensor:
     return torch.stack(products).reshape(*batch, *products[0].shape)
 
 
-def close(found: Tensor, wanted: Tensor) -> None:
-    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+def close(computed: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(computed, expected, rtol=1e-10, atol=1e-10)
 
 
 def matvec(matrix: Tensor, x: Tensor, block: Shape) -> Tensor:
@@ -105,16 +142,10 @@ def test_multiply_contracts_one_dimension_with_the_columns(batch: Shape, block: 
     for dim in range(-len(block), 0):
         matrix = normal(*batch, 6, block[dim])  # neither symmetric nor square
         spread = matrix.reshape(*batch, *(1,) * (len(block) - 1), 6, block[dim])
-        wanted = (spread * x.movedim(dim, -1).unsqueeze(-2)).sum(-1).movedim(-1, dim)
-        found = multiply(x, matrix, dim)
-        close(found, wanted)
-        assert found.is_contiguous()
-
-
-@pytest.mark.parametrize("batch", BATCHES)
-def test_multiply_by_the_transpose_is_the_adjoint(batch: Shape) -> None:
-    x, y, matrix = normal(*batch, 2, 4, 3), normal(*batch, 2, 4, 3), normal(*batch, 4, 4)
-    close((multiply(x, matrix, -2) * y).sum(), (x * multiply(y, matrix.mT, -2)).sum())
+        expected = (spread * x.movedim(dim, -1).unsqueeze(-2)).sum(-1).movedim(-1, dim)
+        computed = multiply(x, matrix, dim)
+        close(computed, expected)
+        assert computed.is_contiguous()
 
 
 def test_multiply_takes_blocks_that_are_not_contiguous_and_empty_ones() -> None:
@@ -123,8 +154,8 @@ def test_multiply_takes_blocks_that_are_not_contiguous_and_empty_ones() -> None:
     for shape in [(0, 2, 4, 3), (3, 0, 4, 3), (3, 2, 4, 0)]:
         for dim in (-3, -2, -1):
             empty = torch.zeros(shape)
-            found = multiply(empty, torch.zeros(shape[0], shape[dim], shape[dim]), dim)
-            assert found.shape == shape
+            computed = multiply(empty, torch.zeros(shape[0], shape[dim], shape[dim]), dim)
+            assert computed.shape == shape
 
 
 @pytest.mark.parametrize(
@@ -138,14 +169,16 @@ def test_multiply_names_shapes_that_do_not_fit(x: Shape, matrix: Shape, dim: int
 
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("kind", FACTORS)
-def test_a_factor_acts_as_its_dense_matrix(kind: str, batch: Shape, block: Shape) -> None:
+@pytest.mark.parametrize("make", FACTORS)
+def test_a_factor_acts_as_its_dense_matrix(
+    make: Callable[[Shape, int], tuple[Factor, Tensor]], batch: Shape, block: Shape
+) -> None:
     x = normal(*batch, *block)
     for dim in range(-len(block), 0):
         n = block[dim]
-        factor = FACTORS[kind](batch, n)
-        dense = factor.to_dense(n).expand(*batch, n, n)
-        close(factor.apply(x, dim), multiply(x, dense, dim))
+        factor, matrix = make(batch, n)
+        close(factor.to_dense(n).expand(*batch, n, n), matrix)
+        close(factor.apply(x, dim), multiply(x, matrix, dim))
 
 
 @pytest.mark.parametrize("batch", BATCHES)
@@ -153,10 +186,10 @@ def test_a_factor_acts_as_its_dense_matrix(kind: str, batch: Shape, block: Shape
 @pytest.mark.parametrize("name", OPERATORS)
 def test_an_operator_acts_as_its_dense_matrix(name: str, batch: Shape, block: Shape) -> None:
     operator, x = OPERATORS[name](batch, block), normal(*batch, *block)
-    dense = dense_of(operator, block)
-    assert dense.shape == (*batch, prod(block), prod(block))
-    close(dense, dense.mT)
-    close(operator.apply(x), matvec(dense, x, block))
+    matrix = dense_of(operator, block)
+    assert matrix.shape == (*batch, prod(block), prod(block))
+    close(matrix, matrix.mT)
+    close(operator.apply(x), matvec(matrix, x, block))
 
 
 @pytest.mark.parametrize("batch", BATCHES)
@@ -169,14 +202,20 @@ def test_kron_is_the_kronecker_product_of_its_sides(batch: Shape, block: Shape) 
 
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("block", BLOCKS)
-def test_kron_eigen_has_its_eigenvalues_in_its_bases(batch: Shape, block: Shape) -> None:
+def test_kron_eigen_is_the_dense_product_of_bases_and_eigenvalues(
+    batch: Shape, block: Shape
+) -> None:
     operator = OPERATORS["kron eigen"](batch, block)
     assert isinstance(operator, KronEigen)
-    dense = operator.to_dense()
+    bases = [
+        torch.eye(n, dtype=torch.float64).expand(*batch, n, n) if basis is None else basis
+        for basis, n in zip(operator.bases, block, strict=True)
+    ]
+    basis, values = kron_of(bases), torch.diag_embed(operator.eigenvalues.flatten(-len(block)))
+    close(operator.to_dense(), basis @ values @ basis.mT)
     x = normal(*batch, *block)
+    close(operator.rotate(x), matvec(basis.mT, x, block))
     close(operator.unrotate(operator.rotate(x)), x)
-    spectrum = operator.eigenvalues.flatten(-len(block)).sort(-1).values
-    close(torch.linalg.eigvalsh(dense), spectrum)
 
 
 def test_kron_eigen_of_a_product_of_eigenvalues_is_kron() -> None:

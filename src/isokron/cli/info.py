@@ -25,7 +25,7 @@ def info() -> None:
     """Show the installed versions, and which code does the work on this machine."""
     import torch
 
-    from isokron.kernels.verify import CHECKS, verified
+    from isokron.kernels import CHECKS, verified
     from isokron.race.race import machine
 
     installed = {package.name: package.version for package in metadata.distributions()}

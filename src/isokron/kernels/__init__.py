@@ -1,5 +1,6 @@
-"""Fused device code behind plain functions; Triton's is imported only where a GPU is used."""
+"""Fused device code behind plain functions; Triton is imported only if a CUDA device is used."""
 
 from isokron.kernels.adamw import Lists, StepCount, Tensors, adamw_
+from isokron.kernels.verify import CHECKS, verified
 
-__all__ = ["Lists", "StepCount", "Tensors", "adamw_"]
+__all__ = ["CHECKS", "Lists", "StepCount", "Tensors", "adamw_", "verified"]

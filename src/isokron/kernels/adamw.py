@@ -1,5 +1,4 @@
-"""AdamW on lists of tensors: by Triton on CUDA where it has shown to give torch's bits, else by
-torch's fused operator."""
+"""AdamW on lists of tensors, by Triton on CUDA if verified, otherwise by torch's fused operator."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,12 +11,9 @@ from isokron.kernels.verify import verified
 Tensors = list[Tensor] | tuple[Tensor, ...]
 Lists = Sequence[Tensors]
 
-# dtypes that the Triton kernel takes for parameters and for gradients, one per list
-TRITON_DTYPES = ({torch.float32}, {torch.bfloat16})
-
 
 class StepCount:
-    """The value of a step counter on a device, known without reading it at every step."""
+    """The value of a step counter on a device, without reading it in every step."""
 
     def __init__(self) -> None:
         self.counter: Tensor | None = None
@@ -26,9 +22,9 @@ class StepCount:
 
     def after_increment(self, counter: Tensor) -> float:
         """The value of a counter that has just been incremented by one."""
-        # the version says that nothing else was written to it since the last call
-        followed = self.counter is counter and counter._version == self.version + 1
-        self.value = self.value + 1 if followed else float(counter)
+        # the version tells whether anything else wrote to the counter since the last call
+        unchanged = self.counter is counter and counter._version == self.version + 1
+        self.value = self.value + 1 if unchanged else float(counter)
         self.counter, self.version = counter, counter._version
         return self.value
 
@@ -49,11 +45,16 @@ def adamw_(
     maximize: bool = False,
     count: StepCount | None = None,
 ) -> bool:
-    """One step; `max_exp_avg_sqs` empty: no amsgrad. `steps` count this step too.
+    """One AdamW step in place, under torch.optim.AdamW's names for lists and settings.
 
-    Returns False, and changes nothing, unless all tensors of a parameter have one device, dtype and
-    memory layout without gaps: the fused kernels ignore strides. `count`: kept by callers that step
-    the same lists repeatedly, so that the counter on a device is read once only.
+    Returns False and changes nothing unless all tensors of a parameter have the same device, dtype
+    and dense memory layout, because the fused kernels ignore strides.
+
+    Args:
+        max_exp_avg_sqs: empty without amsgrad.
+        steps: step counters, already incremented for this step.
+        count: kept by callers that step the same lists repeatedly, so that a counter on a device is
+            read only once.
     """
     lists = (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps)
     lengths = [len(tensors) for tensors in lists]
@@ -81,44 +82,40 @@ def adamw_(
 
 
 def _same_layout(lists: Lists) -> bool:
-    """Whether the tensors of each parameter have one dtype and one memory layout without gaps."""
+    """Whether the tensors of each parameter have one dtype and one dense memory layout."""
     dtype = lists[0][0].dtype
-    stepped = [tensors for tensors in lists[:-1] if tensors]
-    if any({tensor.dtype for tensor in tensors} != {dtype} for tensors in stepped):
+    updated = [tensors for tensors in lists[:-1] if tensors]
+    if any({tensor.dtype for tensor in tensors} != {dtype} for tensors in updated):
         return False
-    sizes = list(map(Tensor.numel, stepped[0]))
-    if any(list(map(Tensor.numel, tensors)) != sizes for tensors in stepped):
+    sizes = list(map(Tensor.numel, updated[0]))
+    if any(list(map(Tensor.numel, tensors)) != sizes for tensors in updated):
         return False
-    if all(all(map(Tensor.is_contiguous, tensors)) for tensors in stepped):
+    # the common case first: over many small tensors, Python takes most of a step
+    if all(all(map(Tensor.is_contiguous, tensors)) for tensors in updated):
         return True
     return all(
         len({(tensor.shape, tensor.stride()) for tensor in row}) == 1 and _dense(row[0])
-        for row in zip(*stepped, strict=True)
+        for row in zip(*updated, strict=True)
     )
 
 
 def _dense(tensor: Tensor) -> bool:
-    span = sum(
-        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-    return span + 1 == tensor.numel()
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return sum((size - 1) * stride for size, stride in pairs) + 1 == tensor.numel()
 
 
 def _by_triton(count: StepCount, lists: Lists, *, lr: float | Tensor, **settings: Any) -> bool:
-    """One launch for all, if the kernel takes them; half-precision parameters too."""
-    params, grads, *_, steps = lists
+    """One launch for all tensors; False if the kernel cannot take them."""
+    params, *_, steps = lists
     capturing = params[0].is_cuda and torch.cuda.is_current_stream_capturing()
     if capturing or isinstance(lr, Tensor):  # reading a number on the device would wait for it
         return False
     if any(step is not steps[0] for step in steps) or not verified("adamw", params[0].device)[0]:
         return False
-    stepped = [tensors for tensors in lists[:-1] if tensors]
-    wide = all(tensor.dtype is torch.float32 for tensors in stepped[2:] for tensor in tensors)
-    dense = all(tensor.is_contiguous() for tensors in stepped for tensor in tensors)
-    dtypes = [{tensor.dtype for tensor in tensors} for tensors in (params, grads)]
-    if not (wide and dense and dtypes[0] in TRITON_DTYPES and dtypes[1] in TRITON_DTYPES):
-        return False
-    from isokron.kernels.triton_adamw import adamw_
+    from isokron.kernels.triton_adamw import adamw_, rejection
 
-    adamw_(*stepped, step=count.after_increment(steps[0]), lr=lr, **settings)
+    updated = [tensors for tensors in lists[:-1] if tensors]
+    if rejection(updated):
+        return False
+    adamw_(*updated, step=count.after_increment(steps[0]), lr=lr, **settings)
     return True

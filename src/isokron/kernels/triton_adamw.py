@@ -3,11 +3,10 @@
 m ← β₁m + (g − β₁g), v ← β₂v + (g² − β₂g²)
 p ← p − (lr·λ)p − (lr/(1−β₁ᵗ) · m) / (√v/√(1−β₂ᵗ) + ε)      (Loshchilov and Hutter, 1711.05101)
 
-Float32 tensors are meant to get the bits of torch.optim.AdamW(fused=True) on CUDA. What that rests
-on: the order of operations is that of fused_adam_utils.cuh in torch 2.13; where one rounding serves
-a product and a sum (`tl.fma` below, and nowhere else) was read off the machine code of its build
-for CUDA 13.0; and βᵗ comes from torch's own powf. Compiled and interpreted only: no GPU has run it
-beside torch yet, which is the first thing that benchmarks/gpu.py does.
+Designed to be bit-exact with torch.optim.AdamW(fused=True) for float32 tensors: the order of
+operations is that of fused_adam_utils.cuh in torch 2.13, the fused multiply-adds (`tl.fma` below,
+and nowhere else) are those in the machine code of its CUDA 13.0 build, and βᵗ is computed by torch.
+Compiled and interpreted, not yet run on a GPU; benchmarks/gpu.py compares the bits there.
 """
 
 from collections.abc import Sequence
@@ -19,9 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Elements a program updates: with 128 threads, two 16-byte loads of every float32 tensor a thread.
+# Elements per program: with 128 threads, two 16-byte loads per thread and float32 tensor.
 BLOCK = 1024
-# torch's kernel fuses no more than is spelt out here.
+# The compiler must not fuse more operations than torch's kernel does.
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 NAMES = ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")
 
@@ -43,15 +42,19 @@ def adamw_(
     maximize: bool = False,
     seed: int | None = None,
 ) -> None:
-    """One step of all `params`, of which this is step number `step`, the first being 1.
+    """One AdamW step in place, in one launch, or two if some tensors are not 16-byte aligned.
 
-    Parameters and gradients are float32 or bfloat16, each list of one dtype, moments are float32,
-    and all are contiguous: the kernel knows no strides.
-    `seed`: round bfloat16 parameters up or down by chance, which is a function of the seed, the
-    step and the element's place in the list; without one they are rounded to nearest.
+    Args:
+        params, grads: float32 or bfloat16, one dtype per list, contiguous.
+        exp_avgs, exp_avg_sqs, max_exp_avg_sqs: float32, contiguous; the last only with amsgrad.
+        step: number of this step, from 1.
+        seed: round bfloat16 parameters stochastically, as a function of the seed, the step and the
+            position of an element in the list. Default: round to nearest even.
     """
     lists = [params, grads, exp_avgs, exp_avg_sqs] + [max_exp_avg_sqs] * amsgrad
-    sizes = _checked_sizes(lists)
+    if reason := rejection(lists):
+        raise ValueError(f"adamw_: {reason}")
+    sizes = tuple(map(Tensor.numel, params))
     if not sum(sizes):
         return
     device = params[0].device
@@ -89,31 +92,30 @@ def adamw_(
             )
 
 
-def _checked_sizes(lists: Sequence[Sequence[Tensor]]) -> tuple[int, ...]:
-    sizes = tuple(map(Tensor.numel, lists[0]))
+def rejection(lists: Sequence[Sequence[Tensor]]) -> str | None:
+    """Why the kernel cannot update these lists, or None if it can."""
+    sizes = list(map(Tensor.numel, lists[0]))
     devices = {tensor.device for tensors in lists for tensor in tensors}
     if len(devices) > 1:
-        raise ValueError(f"all tensors must be on one device, got {sorted(map(str, devices))}")
+        return f"all tensors must be on one device, got {sorted(map(str, devices))}"
     for name, tensors in zip(NAMES, lists, strict=False):
-        if tuple(map(Tensor.numel, tensors)) != sizes:
-            raise ValueError(f"{name} must have the sizes of params, {len(sizes)} tensors")
-        dtypes = {str(tensor.dtype) for tensor in tensors}
-        allowed = ["torch.float32", "torch.bfloat16"][: 2 if name in NAMES[:2] else 1]
+        if list(map(Tensor.numel, tensors)) != sizes:
+            return f"{name} must have the sizes of the {len(sizes)} params"
+        dtypes = {tensor.dtype for tensor in tensors}
+        allowed = [torch.float32, torch.bfloat16][: 2 if name in NAMES[:2] else 1]
         if len(dtypes) > 1 or not dtypes <= set(allowed):
-            raise ValueError(f"{name} must all be {' or '.join(allowed)}, got {sorted(dtypes)}")
+            rule = " or ".join(map(str, allowed))
+            return f"{name} must all be {rule}, got {sorted(map(str, dtypes))}"
         if not all(map(Tensor.is_contiguous, tensors)):
-            raise ValueError(f"{name} must be contiguous; copy the ones that are not")
-    return sizes
+            return f"{name} must be contiguous; call .contiguous() on them"
+    return None
 
 
 @lru_cache(maxsize=8)
 def _powers(device: torch.device, stream: int, beta1: float, beta2: float, step: float) -> Tensor:
-    """β₁ᵗ and β₂ᵗ in float32, by the function that torch's kernel calls.
-
-    It is off by an ulp now and then, so that a better power, or the powf of another version of
-    CUDA, which Triton brings along, would cost bits. Tensor to tensor, because for a plain number
-    as exponent torch may multiply instead.
-    """
+    """β₁ᵗ and β₂ᵗ in float32, by the powf that torch's kernel calls."""
+    # powf is sometimes off by an ulp, so Triton's own version could give other bits; and with a
+    # plain number as exponent torch may multiply instead
     betas = _betas(device, beta1, beta2)
     return torch.pow(betas, torch.full_like(betas, step))
 
@@ -127,11 +129,9 @@ def _betas(device: torch.device, beta1: float, beta2: float) -> Tensor:
 def _address_table(
     device: torch.device, stream: int, addresses: tuple[tuple[int, ...], ...]
 ) -> tuple[Tensor, list[tuple[bool, tuple[int, ...]]]]:
-    """Addresses [list, tensor], and which tensors allow loads of 16 bytes in every list.
-
-    The table is a function of its key, so that none is ever stale. The stream is in the key,
-    because the copy is queued there: to wait for it would be to wait for the backward pass.
-    """
+    """Addresses [list, tensor], and the tensors grouped by 16-byte alignment in every list."""
+    # the copy is ordered only on its stream, which is therefore part of the cache key; waiting for
+    # it would mean waiting for the backward pass
     host = torch.tensor(addresses, dtype=torch.int64)
     aligned = (host % 16 == 0).all(dim=0)
     groups = [(flag, (aligned == flag).nonzero().flatten().tolist()) for flag in (True, False)]
@@ -143,16 +143,16 @@ def _address_table(
 
 @lru_cache(maxsize=32)
 def _chunk_table(device: torch.device, sizes: tuple[int, ...], rows: tuple[int, ...]) -> Tensor:
-    """What each program works on: tensor, first element, elements left, place. [4, chunks]
+    """Work of each program: tensor, first element, remaining elements, position. [4, chunks]
 
-    The place counts the chunks of the whole list, so that chance does not depend on `rows`.
+    The position counts the chunks of the full list, so that random bits do not depend on `rows`.
     """
     size = torch.tensor(sizes)
     chunks = (size + BLOCK - 1) // BLOCK
     tensor = torch.arange(len(sizes)).repeat_interleave(chunks)
-    place = torch.arange(len(tensor))
-    offset = (place - (chunks.cumsum(0) - chunks)[tensor]) * BLOCK
-    work = torch.stack([tensor, offset, size[tensor] - offset, place])
+    position = torch.arange(len(tensor))
+    offset = (position - (chunks.cumsum(0) - chunks)[tensor]) * BLOCK
+    work = torch.stack([tensor, offset, size[tensor] - offset, position])
     return work[:, torch.isin(tensor, torch.tensor(rows))].contiguous().to(device)
 
 
@@ -193,13 +193,13 @@ def _adamw_kernel(
         max_exp_avg_sq = _start(table + 4 * tensors, tensor, offset, False, ALIGNED) + lane
     scale = tl.div_rn(lr, 1.0 - tl.load(powers))
     root = tl.sqrt_rn(1.0 - tl.load(powers + 1))
-    # Twice in the code, once a program: a mask, needed where a tensor ends, would cut the loads
-    # of whole chunks into single elements too.
+    # Each program runs one of two copies of the code: the mask that the end of a tensor needs would
+    # split the loads of full chunks into single elements too.
     for MASKED in tl.static_range(2):
         if (left < BLOCK) == (MASKED == 1):
             mask = lane < left if MASKED else None
-            p = _widened(tl.load(param, mask), PARAM_BFLOAT16)
-            g = _widened(tl.load(grad, mask), GRAD_BFLOAT16)
+            p = _to_float32(tl.load(param, mask), PARAM_BFLOAT16)
+            g = _to_float32(tl.load(grad, mask), GRAD_BFLOAT16)
             m = tl.load(exp_avg, mask)
             v = tl.load(exp_avg_sq, mask)
             if MAXIMIZE:
@@ -213,15 +213,15 @@ def _adamw_kernel(
             tl.store(exp_avg_sq, v, mask)
             if AMSGRAD:
                 largest = tl.load(max_exp_avg_sq, mask)
-                v = tl.where(largest < v, v, largest)  # the old one also where v is not a number
+                v = tl.where(largest < v, v, largest)  # keeps the old maximum if v is NaN
                 tl.store(max_exp_avg_sq, v, mask)
             p = p - tl.div_rn(m * scale, tl.div_rn(tl.sqrt_rn(v), root) + eps)
             if PARAM_BFLOAT16:
                 if STOCHASTIC:
-                    place = tl.load(work + 3 * chunks + chunk).to(tl.uint32)
-                    p = _narrowed(p, _noise(seed, step, place, BLOCK))
+                    position = tl.load(work + 3 * chunks + chunk).to(tl.uint32)
+                    p = _to_bfloat16(p, _noise(seed, step, position, BLOCK))
                 else:
-                    p = _narrowed(p, 0x7FFF + ((p.to(tl.uint32, bitcast=True) >> 16) & 1))
+                    p = _to_bfloat16(p, 0x7FFF + ((p.to(tl.uint32, bitcast=True) >> 16) & 1))
             tl.store(param, p, mask)
 
 
@@ -233,7 +233,7 @@ def _start(
     BFLOAT16: tl.constexpr,
     ALIGNED: tl.constexpr,
 ) -> tl.tensor:
-    """Where the elements of a tensor from `offset` on are; of bfloat16, the bits."""
+    """Pointer to the elements of a tensor from `offset` on; to the bits for bfloat16."""
     element: tl.constexpr = tl.uint16 if BFLOAT16 else tl.float32
     start = tl.load(addresses + tensor).to(tl.pointer_type(element)) + offset
     if ALIGNED:
@@ -242,26 +242,24 @@ def _start(
 
 
 @triton.jit
-def _widened(x: tl.tensor, BFLOAT16: tl.constexpr) -> tl.tensor:
+def _to_float32(x: tl.tensor, BFLOAT16: tl.constexpr) -> tl.tensor:
     if BFLOAT16:
         x = (x.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     return x
 
 
 @triton.jit
-def _narrowed(x: tl.tensor, noise: tl.tensor) -> tl.tensor:
-    """The bfloat16 bits of float32 `x`: rounded up if `noise` carries into the upper half.
-
-    By integers, because the interpreter's own conversions of bfloat16 round wrongly.
-    """
+def _to_bfloat16(x: tl.tensor, noise: tl.tensor) -> tl.tensor:
+    """The bfloat16 bits of float32 `x`, rounded up if `noise` carries into the upper half."""
+    # by integers, because the interpreter's conversion to bfloat16 rounds incorrectly
     bits = x.to(tl.uint32, bitcast=True)
     return tl.where(x == x, (bits + noise) >> 16, 0x7FC0).to(tl.uint16)
 
 
 @triton.jit
-def _noise(seed: tl.tensor, step: tl.tensor, place: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
-    """16 random bits an element, four elements a call of Philox, counted by step and place."""
-    counter = place * (BLOCK // 4) + tl.arange(0, BLOCK // 4).to(tl.uint32)
+def _noise(seed: tl.tensor, step: tl.tensor, position: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
+    """16 random bits per element from Philox, keyed by step and position."""
+    counter = position * (BLOCK // 4) + tl.arange(0, BLOCK // 4).to(tl.uint32)
     zero = counter * 0
     a, b, c, d = tl.philox(seed, counter, zero + step.to(tl.uint32), zero, zero)
     return tl.interleave(tl.interleave(a, c), tl.interleave(b, d)) & 0xFFFF

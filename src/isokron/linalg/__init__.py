@@ -1,23 +1,24 @@
 """Batched matrix functions on plain tensors."""
 
-from isokron.linalg.bases import eigenbasis, follow, offdiagonal
 from isokron.linalg.cholesky import Cholesky, factorize
-from isokron.linalg.condition import Lifted, lift
-from isokron.linalg.eigen import eigh
-from isokron.linalg.gram import gram_, mirror_, symmetric_product, unfold
-from isokron.linalg.host import on_host, sent, surely_all
+from isokron.linalg.device_transfer import on_host, sent, surely_all
+from isokron.linalg.eigen import Lifted, eigenbasis, eigh, follow, lift, offdiagonal
 from isokron.linalg.norm_bound import norm_bound
-from isokron.linalg.polar import newton_schulz
+from isokron.linalg.polar import newton_schulz, quickest
 from isokron.linalg.roots import inverse_power, inverse_root
+from isokron.linalg.symmetric import gram_, halved, mirror_, symmetric_product, unfold, unhalve_
+from isokron.linalg.threads import compute_alone
 
 __all__ = [
     "Cholesky",
     "Lifted",
+    "compute_alone",
     "eigenbasis",
     "eigh",
     "factorize",
     "follow",
     "gram_",
+    "halved",
     "inverse_power",
     "inverse_root",
     "lift",
@@ -26,8 +27,10 @@ __all__ = [
     "norm_bound",
     "offdiagonal",
     "on_host",
+    "quickest",
     "sent",
     "surely_all",
     "symmetric_product",
     "unfold",
+    "unhalve_",
 ]

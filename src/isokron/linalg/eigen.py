@@ -1,43 +1,44 @@
-"""Eigenvalues and eigenvectors of symmetric matrices, where one bad matrix spoils no other."""
+"""Eigendecompositions of symmetric matrices with retries, and eigenbases that track a matrix."""
 
 import logging
-from collections import Counter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
-from isokron.linalg.host import surely_all
-from isokron.linalg.threads import each, singly
+from isokron.linalg.device_transfer import surely_all
+from isokron.linalg.threads import map_matrices, worth_threads
 
 logger = logging.getLogger(__name__)
 
-# Added to the diagonal in units of its mean size, once double precision alone has failed.
+# Added to the diagonal, in units of its mean size, after float64 alone has failed.
 JITTERS = (1e-7, 1e-6, 1e-5)
 
 
-def eigh(matrix: Tensor, retries: Counter[str] | None = None) -> tuple[Tensor, Tensor]:
-    """A = Q diag(λ) Qᵀ, λ ascending. A: [..., n, n], of which only the lower triangle is read.
+def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """A = Q diag(λ) Qᵀ, λ ascending. A: [..., n, n]; only the lower triangle is read.
 
-    Half precision is computed and returned in float32. Where A is not finite, or every retry
-    failed, λ and Q of that matrix are NaN. Retries: alone → float64 → float64 with jitter, and
-    `retries` counts the matrices that each of them helped.
+    Half precision is computed and returned in float32. A matrix that fails is retried alone, in
+    float64, and in float64 with jitter. If A is not finite or every retry fails, its λ and Q are
+    NaN; other matrices of the batch are not affected.
     """
     if matrix.ndim < 2 or matrix.size(-2) != matrix.size(-1):
         raise ValueError(f"eigh needs matrices [..., n, n], got shape {tuple(matrix.shape)}")
     lower = matrix.to(torch.promote_types(matrix.dtype, torch.float32)).tril()
     if lower.numel() == 0:
         return lower.new_zeros(lower.shape[:-1]), lower
-    least, most = lower.flatten(-2).aminmax(dim=-1)  # NaN where any entry is
+    least, most = lower.flatten(-2).aminmax(dim=-1)  # NaN if any entry is
     peak = torch.maximum(-least, most)
     finite = peak.isfinite()
     all_finite = surely_all(finite)
-    if not all_finite:  # no backend is to see the others: some raise, some never return
+    if not all_finite:
+        # with NaN or infinity some backends raise and some never return
         peak = torch.where(finite, peak, 1.0)
         lower = lower.masked_fill(~finite[..., None, None], 0.0)
     scale = power_of_two(peak)
-    lower = lower / scale[..., None, None]  # and nothing is held of what was not divided
-    values, vectors = _decompose(lower, Counter() if retries is None else retries)
+    lower = lower / scale[..., None, None]
+    values, vectors = _decompose(lower)
     values = values * scale[..., None]
     if not all_finite:
         values = values.masked_fill(~finite[..., None], torch.nan)
@@ -45,66 +46,105 @@ def eigh(matrix: Tensor, retries: Counter[str] | None = None) -> tuple[Tensor, T
     return values, vectors
 
 
+def eigenbasis(matrix: Tensor) -> Tensor:
+    """Eigenvectors by descending eigenvalue. [..., n, n]; only the lower triangle is read."""
+    return eigh(matrix)[1].flip(-1)
+
+
+def follow(matrix: Tensor, basis: Tensor) -> Tensor:
+    """One orthogonal iteration Q ← QR(AQ), columns by descending Rayleigh quotient. [..., n, n]
+
+    The iteration converges to the eigenvectors only in this order (SOAP, 2409.11321).
+    """
+    if worth_threads(matrix):
+        return torch.stack(map_matrices(_follow, matrix, basis))
+    return _follow(matrix, basis)
+
+
+def offdiagonal(matrix: Tensor, basis: Tensor) -> Tensor:
+    """‖QᵀAQ − diag(QᵀAQ)‖ / ‖A‖: how far the basis is from diagonalizing A. [...]"""
+    peak = matrix.abs().amax((-2, -1), keepdim=True)
+    rotated = basis.mT @ (matrix / torch.where(peak > 0, peak, 1.0)) @ basis
+    diagonal = rotated.diagonal(dim1=-2, dim2=-1)
+    outside = torch.linalg.matrix_norm(rotated - torch.diag_embed(diagonal))
+    return outside / torch.linalg.matrix_norm(rotated).clamp(min=torch.finfo(rotated.dtype).tiny)
+
+
+class Lifted(NamedTuple):
+    """Eigenvalues of at least λmax/κ. values: [..., k]; lifted: how many were raised, [...]"""
+
+    values: Tensor
+    lifted: Tensor
+
+
+def lift(values: Tensor, max_condition: float) -> Lifted:
+    """max(λ, λmax/κ), κ = `max_condition`. values λ: [..., k], in any order"""
+    if not max_condition >= 1:
+        raise ValueError(f"max_condition must be at least 1, got {max_condition!r}")
+    floor = values.amax(-1, keepdim=True).clamp(min=0) / max_condition
+    return Lifted(torch.maximum(values, floor), (values < floor).sum(-1))
+
+
 def power_of_two(peak: Tensor) -> Tensor:
-    """The power of two with peak/power in [1, 2): dividing by it rounds nothing. 0 gives tiny."""
+    """The power of two with peak/power in [1, 2), so that division is exact. tiny for peak 0."""
     peak = peak.clamp(min=torch.finfo(peak.dtype).tiny)
     return peak / (2 * torch.frexp(peak).mantissa)
 
 
-def _decompose(scaled: Tensor, retries: Counter[str]) -> tuple[Tensor, Tensor]:
+def _follow(matrix: Tensor, basis: Tensor) -> Tensor:
+    peak = matrix.diagonal(dim1=-2, dim2=-1).amax(-1)[..., None, None]
+    nonzero = peak > 0  # a zero matrix has no preferred basis: keep the old one
+    image = (matrix @ basis).div_(torch.where(nonzero, peak, 1.0))
+    order = (basis * image).sum(-2, keepdim=True).argsort(dim=-1, descending=True, stable=True)
+    reflections = torch.geqrf(image.take_along_dim(order, -1))
+    return torch.where(nonzero, torch.linalg.householder_product(*reflections), basis)
+
+
+def _decompose(scaled: Tensor) -> tuple[Tensor, Tensor]:
     try:
-        if singly(scaled):
-            pairs = each(_checked, scaled)
+        if worth_threads(scaled):
+            pairs = map_matrices(_checked_eigh, scaled)
             return torch.stack([v for v, _ in pairs]), torch.stack([q for _, q in pairs])
-        return _checked(scaled)
+        return _checked_eigh(scaled)
     except LinAlgError:
         batch = scaled.flatten(0, -3) if scaled.ndim > 2 else scaled[None]
-        values, vectors = _one_by_one(batch, retries)
+        values, vectors = _retry(batch)
         return values.view(scaled.shape[:-1]), vectors.view(scaled.shape)
 
 
-def _checked(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """eigh, where results that are not finite, of which LAPACK says nothing, are a failure too.
-
-    On a device they are returned as they are: looking at them would make the host wait.
-    """
+def _checked_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """torch.linalg.eigh that also raises for a result that is not finite, on the CPU."""
     values, vectors = torch.linalg.eigh(matrix, UPLO="L")
+    # LAPACK may return NaN without an error; on a device the check would wait for the result
     if matrix.is_cpu and not bool((values.sum() + vectors.sum()).isfinite()):
         raise LinAlgError("eigenvalues or eigenvectors are not finite")
     return values, vectors
 
 
-def _one_by_one(batch: Tensor, counts: Counter[str]) -> tuple[Tensor, Tensor]:
-    """What the batched call could not do, by ever stronger means. batch: [B, n, n]"""
+def _retry(batch: Tensor) -> tuple[Tensor, Tensor]:
+    """Decompose the matrices one by one, in float64 and with jitter where needed. [B, n, n]"""
     values = torch.full_like(batch[..., 0], torch.nan)
     vectors = torch.full_like(batch, torch.nan)
-    # a lone matrix has already failed as given, and double precision cannot be raised
-    retries = [] if len(batch) == 1 else [("one at a time", batch.dtype, 0.0)]
-    retries += [] if batch.dtype is torch.float64 else [("in float64", torch.float64, 0.0)]
-    retries += [(f"in float64 with jitter {j:g}", torch.float64, j) for j in JITTERS]
+    # a batch of one has already failed alone
+    attempts = [] if len(batch) == 1 else [("one at a time", batch.dtype, 0.0)]
+    attempts += [] if batch.dtype is torch.float64 else [("in float64", torch.float64, 0.0)]
+    attempts += [(f"in float64 with jitter {j:g}", torch.float64, j) for j in JITTERS]
     pending = list(range(len(batch)))
-    for name, dtype, jitter in retries:
+    for name, dtype, jitter in attempts:
         logger.warning("eigh failed: retrying %d of %d matrices %s", len(pending), len(batch), name)
         failed = []
         for i in pending:
+            wide = batch[i].to(dtype)
+            # eig(A + δI) − δ = eig(A), so that jitter changes only the rounding errors
+            delta = jitter * wide.diagonal().abs().mean()
+            eye = torch.eye(len(wide), dtype=dtype, device=wide.device)
             try:
-                found = _jittered(batch[i].to(dtype), jitter)
+                shifted, vectors[i] = _checked_eigh(wide + delta * eye)
+                values[i] = shifted - delta
             except LinAlgError:
                 failed.append(i)
-            else:
-                values[i], vectors[i] = found
-                counts[name] += 1
         pending = failed
         if not pending:
-            break
-    if pending:
-        logger.warning("eigh failed: giving up on %d of %d matrices", len(pending), len(batch))
+            return values, vectors
+    logger.warning("eigh failed: giving up on %d of %d matrices", len(pending), len(batch))
     return values, vectors
-
-
-def _jittered(matrix: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
-    """eig(A + δI) − δ = eig(A): δ is taken off again, so jitter moves rounding errors only."""
-    delta = jitter * matrix.diagonal().abs().mean()
-    shifted = matrix + delta * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
-    values, vectors = _checked(shifted)
-    return values - delta, vectors

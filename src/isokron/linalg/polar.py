@@ -1,22 +1,22 @@
-"""The polar factor of a matrix: U Vᵀ where the matrix is U S Vᵀ."""
+"""The polar factor UVᵀ of a matrix USVᵀ, exactly or by Newton–Schulz iterations."""
 
 import math
 
 import torch
 from torch import Tensor
 
-from isokron.kernels.verify import verified
+from isokron.kernels import verified
 from isokron.linalg.eigen import eigh, power_of_two
-from isokron.linalg.gram import symmetric_product
+from isokron.linalg.symmetric import symmetric_product
 from isokron.polynomials import Choice, Coefficients, schedule
 
 METHODS = ("auto", "plain", "symmetric", "gram", "eigh", "reference")
 
-# So many bytes of matrices are iterated on at a time: what the caches of a CPU hold, and enough to
-# keep a device busy. It bounds the memory that the intermediate products of a large batch take.
+# Bytes of matrices that are iterated on at a time: what a CPU's caches hold, and enough to keep a
+# device busy. It bounds the memory of the intermediate products of a large batch.
 CPU_CHUNK = 2**21
 DEVICE_CHUNK = 2**28
-# Rows from which half of a product has enough tiles for a large GPU; not measured on one.
+# From this many rows on, half a product has enough tiles for a large GPU; not measured on one.
 GPU_SYMMETRIC = 1024
 
 
@@ -30,15 +30,21 @@ def newton_schulz(
 ) -> Tensor:
     """X ← aX + (bA + cA²)X with A = XXᵀ, from X₀ = matrix/‖matrix‖, `steps` times. [..., m, n]
 
-    `coefficients`: a name in POLYNOMIALS, one triple for all steps, or one triple a step. None is
-    "classic", or anything closer to the polar factor that is quicker to compute.
-    `dtype`: of the iteration; by default bfloat16 on accelerators and at least float32 on CPU,
-    where half-precision products are many times slower.
-    `method`: how it is computed. "plain" is the formula; "symmetric" computes half of A and of A²;
-    "gram" iterates on A alone and multiplies X once; "eigh" is the exact polar factor, whatever
-    the steps; "auto" takes the one measured to be quickest (`quickest`). "reference" is the loop
-    as Muon was published, to the bit, by default in bfloat16; "plain" in bfloat16 is that of
-    torch.optim.Muon. No gradient flows through any of them.
+    The result is detached from the autograd graph.
+
+    Args:
+        matrix: real matrices; the result has their dtype.
+        steps: number of iterations.
+        coefficients: a name in POLYNOMIALS, one triple for all steps, or a list with one triple
+            per step. None means "classic", or any method that is faster and closer to UVᵀ.
+        dtype: precision of the iteration. Default: bfloat16 on accelerators and at least float32 on
+            the CPU, where half-precision products are many times slower.
+        eps: lower bound on the norm that X₀ is divided by.
+        method: "plain" is the formula above. "symmetric" computes one triangle of A and of A².
+            "gram" iterates on A alone and multiplies X once. "eigh" is the exact polar factor, for
+            any `steps`. "reference" reproduces Muon's published loop to the bit, by default in
+            bfloat16; "plain" in bfloat16 reproduces torch.optim.Muon. "auto" chooses the one
+            measured to be fastest (`quickest`).
     """
     if matrix.ndim < 2:
         raise ValueError(
@@ -52,23 +58,23 @@ def newton_schulz(
     matrix = matrix.detach()
     if matrix.numel() == 0:
         return matrix.clone()
-    wide = torch.promote_types(matrix.dtype, torch.float32)
+    on_cpu = matrix.device.type == "cpu"
     if dtype is None:
-        half = method == "reference" or matrix.device.type != "cpu"
-        dtype = torch.bfloat16 if half else wide
+        wide = torch.promote_types(matrix.dtype, torch.float32)
+        dtype = wide if on_cpu and method != "reference" else torch.bfloat16
     tall = matrix.size(-2) > matrix.size(-1)
-    stack = matrix.mT if tall else matrix  # A = XXᵀ is then on the short side
+    stack = matrix.mT if tall else matrix  # so that A = XXᵀ has the size of the shorter side
     stack = stack.reshape(-1, *stack.shape[-2:])
     if method == "auto":
         exact = coefficients is None and steps == 5
         rows, cols = stack.shape[-2:]
         method = quickest(rows, cols, matrix.device, dtype, triples, exact)
-    limit = CPU_CHUNK if matrix.device.type == "cpu" else DEVICE_CHUNK
+    limit = CPU_CHUNK if on_cpu else DEVICE_CHUNK
     size = max(1, limit // (stack[0].numel() * stack.element_size()))
     if method == "eigh":
-        size = max(size, torch.get_num_threads())  # matrices are decomposed one a core
-    parts = [_polar(chunk, method, triples, wide, dtype, eps) for chunk in stack.split(size)]
-    x = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(matrix.dtype)
+        size = max(size, torch.get_num_threads())  # one matrix per core
+    chunks = [_polar(chunk, method, triples, dtype, eps) for chunk in stack.split(size)]
+    x = (chunks[0] if len(chunks) == 1 else torch.cat(chunks)).to(matrix.dtype)
     x = x.reshape(*matrix.shape[:-2], *x.shape[-2:])
     return x.mT if tall else x
 
@@ -81,34 +87,30 @@ def quickest(
     triples: list[Coefficients],
     exact: bool = False,
 ) -> str:
-    """The method for matrices of rows ≤ cols, as benchmarks/kernels.py measured them.
+    """The fastest method for matrices with rows ≤ cols, as measured by benchmarks/kernels.py.
 
-    `exact`: whether the polar factor itself will do, rather than the polynomial of the triples.
+    exact: whether the polar factor may replace the polynomial of the triples.
     """
-    # A's smallest eigenvalues are known to rounding only, which the square of the slope enlarges
-    slope = math.prod([a for a, _, _ in triples])
-    resolved = slope**2 * torch.finfo(dtype).eps < 1
     if device.type != "cpu":
         return "symmetric" if rows >= GPU_SYMMETRIC and _by_triton(device, dtype) else "plain"
     long = cols >= 2 * rows
     if exact and dtype.itemsize >= 4 and rows >= (192 if long else 512):
         return "eigh"
-    if resolved and rows >= 192 and long:
+    # "gram" amplifies the rounding errors of A's smallest eigenvalues by the squared slope at 0
+    slope = math.prod([a for a, _, _ in triples])
+    if slope**2 * torch.finfo(dtype).eps < 1 and rows >= 192 and long:
         return "gram"
     return "symmetric" if rows >= 768 else "plain"
 
 
 def _polar(
-    chunk: Tensor,
-    method: str,
-    triples: list[Coefficients],
-    wide: torch.dtype,
-    dtype: torch.dtype,
-    eps: float,
+    chunk: Tensor, method: str, triples: list[Coefficients], dtype: torch.dtype, eps: float
 ) -> Tensor:
     if method == "reference":
         return _reference(chunk.to(dtype), triples, eps)
-    x = _scaled(chunk.to(wide))
+    x = chunk.to(torch.promote_types(chunk.dtype, torch.float32))
+    # an exact scaling, without which the norm could overflow or fall below `eps`
+    x = x / power_of_two(x.abs().amax((-2, -1)))[:, None, None]
     if method == "eigh":
         return _exact(x)
     x = x.to(dtype)
@@ -117,14 +119,14 @@ def _polar(
 
 
 def _plain(x: Tensor, triples: list[Coefficients]) -> Tensor:
-    # a single matrix by the very products of torch.optim.Muon
-    alone = len(x) == 1
-    x, multiply = (x[0], torch.addmm) if alone else (x, torch.baddbmm)
+    # addmm for a single matrix, to reproduce the rounding of torch.optim.Muon
+    single = len(x) == 1
+    x, multiply = (x[0], torch.addmm) if single else (x, torch.baddbmm)
     for a, b, c in triples:
         gram = x @ x.mT
         gram = multiply(gram, gram, gram, beta=b, alpha=c)
         x = multiply(x, gram, x, beta=a)
-    return x[None] if alone else x
+    return x[None] if single else x
 
 
 def _symmetric(x: Tensor, triples: list[Coefficients]) -> Tensor:
@@ -143,14 +145,14 @@ def _by_triton(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _gram_space(x: Tensor, triples: list[Coefficients]) -> Tensor:
-    """With H = aI + bA + cA²: X ← HX makes A ← HAH, so A tells all H, and X = H⋯H X₀.
+    """X ← HX with H = aI + bA + cA² implies A ← HAH: iterate on A, then X = H⋯H X₀.
 
-    All are polynomials of the first A: they commute, and their products are symmetric.
+    All factors are polynomials of the first A, so they commute and their products are symmetric.
     """
     if not triples:
         return x
     gram = symmetric_product(x, x.mT)
-    product = gram  # of the factors; the first step overwrites it
+    product = gram  # replaced in the first step
     for step, (a, b, c) in enumerate(triples, 1):
         factor = symmetric_product(gram, gram, gram, b, c)
         factor.diagonal(dim1=-2, dim2=-1).add_(a)
@@ -161,31 +163,24 @@ def _gram_space(x: Tensor, triples: list[Coefficients]) -> Tensor:
 
 
 def _exact(x: Tensor) -> Tensor:
-    """(XXᵀ)^(−½) X. Singular values that rounding drowns in XXᵀ come out below one, not above."""
+    """(XXᵀ)^(−½) X."""
     values, vectors = eigh(symmetric_product(x, x.mT))
     info = torch.finfo(x.dtype)
+    # the floor keeps singular values that are lost to rounding in XXᵀ below one
     floor = (4 * info.eps * values[..., -1:]).clamp(min=info.tiny)
     inverse = values.maximum(floor).rsqrt().unsqueeze(-2)
     return symmetric_product(vectors * inverse, vectors.mT) @ x
 
 
 def _reference(x: Tensor, triples: list[Coefficients], eps: float) -> Tensor:
-    """B = b·A + (c·A)A, X ← a·X + BX: every product and sum rounded where K. Jordan's code does."""
-    alone = len(x) == 1
-    x = x[0] if alone else x
+    """B = b·A + (c·A)A, X ← a·X + BX, with the rounding of K. Jordan's code."""
+    single = len(x) == 1
+    x = x[0] if single else x
     x = x / (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) + eps)
     for a, b, c in triples:
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return x[None] if alone else x
+    return x[None] if single else x
 
 
 _ITERATIONS = {"plain": _plain, "symmetric": _symmetric, "gram": _gram_space}
-
-
-def _scaled(x: Tensor) -> Tensor:
-    """x times the power of two, which rounds nothing, that brings its largest entry near one.
-
-    Without it the norm of a finite matrix may overflow, and that of a tiny one drown in `eps`.
-    """
-    return x / power_of_two(x.abs().amax((-2, -1)))[:, None, None]

@@ -1,10 +1,20 @@
-"""Structured matrices as values: factors of one side, and blocks made of them."""
+"""Structured matrices as values: factors of one dimension, operators on blocks."""
 
-from isokron.operators.factors import CholeskyInverse, Dense, Diagonal, Eigen, Identity, multiply
+from isokron.operators.factors import (
+    CholeskyInverse,
+    Dense,
+    Diagonal,
+    Eigen,
+    Identity,
+    along,
+    multiply,
+)
 from isokron.operators.kron import Factor, Kron, KronEigen, ScaledKron
 from isokron.operators.low_rank import (
     LowRank,
     centered_factor,
+    gram,
+    pieces,
     storage_device,
     store,
     woodbury_policy,
@@ -21,8 +31,11 @@ __all__ = [
     "KronEigen",
     "LowRank",
     "ScaledKron",
+    "along",
     "centered_factor",
+    "gram",
     "multiply",
+    "pieces",
     "storage_device",
     "store",
     "woodbury_policy",

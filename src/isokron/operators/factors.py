@@ -10,7 +10,7 @@ from torch import Tensor
 def multiply(x: Tensor, matrix: Tensor, dim: int) -> Tensor:
     """x ×_dim A: y[.., i, ..] = Σ_j A[i, j] x[.., j, ..]. x: [B..., d1..dk], A: [B..., m, n].
 
-    `dim` counts from the end. A need not be symmetric; its batch dimensions are those of x.
+    `dim` is negative. A need not be symmetric; x and A have the same batch dimensions.
     """
     batch = matrix.ndim - 2
     axis = x.ndim + dim
@@ -21,7 +21,7 @@ def multiply(x: Tensor, matrix: Tensor, dim: int) -> Tensor:
         )
     lead, before, after = x.shape[:batch], x.shape[batch:axis], x.shape[axis + 1 :]
     rows, n = matrix.shape[-2], x.shape[axis]
-    # at either end a reshape makes one product a batch entry: nothing is copied or expanded
+    # for the first and the last dimension a reshape without a copy gives one product per batch row
     if not before:
         y = torch.matmul(matrix, x.reshape(*lead, n, prod(after)))
     elif not after:
@@ -35,21 +35,20 @@ def multiply(x: Tensor, matrix: Tensor, dim: int) -> Tensor:
 
 def along(values: Tensor, x: Tensor, dim: int) -> Tensor:
     """values [B..., n] as [B..., 1.., n, ..1], to scale x [B..., d1..dk] along `dim`."""
-    batch = values.ndim - 1
-    ones = [1] * (x.ndim - batch)
-    ones[dim] = values.shape[-1]
-    return values.reshape(*values.shape[:-1], *ones)
+    shape = [1] * (x.ndim - values.ndim + 1)
+    shape[dim] = values.shape[-1]
+    return values.reshape(*values.shape[:-1], *shape)
 
 
 @dataclass(frozen=True)
 class Identity:
-    """I, of any size."""
+    """I of any size."""
 
     def apply(self, x: Tensor, dim: int) -> Tensor:
         return x
 
     def to_dense(self, n: int | None = None) -> Tensor:
-        """In float64 on the CPU, since there is no tensor here to take after."""
+        """I in float64 on the CPU."""
         if n is None:
             raise ValueError("Identity has no size of its own; give to_dense the size n")
         return torch.eye(n, dtype=torch.float64)
@@ -85,7 +84,7 @@ class Dense:
 class CholeskyInverse:
     """(LLᵀ)⁻¹, applied by two triangular solves. lower L: [..., n, n]
 
-    Multiplying it out would take six times as long as the Cholesky factorization itself.
+    Forming the inverse would take six times as long as the Cholesky factorization.
     """
 
     lower: Tensor

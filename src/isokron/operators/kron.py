@@ -1,4 +1,4 @@
-"""Operators on whole blocks, made of one factor or basis a dimension."""
+"""Operators on blocks, with one factor or basis per dimension."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,14 +7,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from isokron.operators.factors import (
-    CholeskyInverse,
-    Dense,
-    Diagonal,
-    Eigen,
-    Identity,
-    multiply,
-)
+from isokron.operators.factors import CholeskyInverse, Dense, Diagonal, Eigen, Identity, multiply
 from isokron.operators.low_rank import LowRank
 
 Factor = Identity | Diagonal | Dense | CholeskyInverse | Eigen | LowRank
@@ -27,36 +20,36 @@ class Kron:
     factors: tuple[Factor, ...]
 
     def apply(self, x: Tensor) -> Tensor:
-        for dim, factor in zip(range(-len(self.factors), 0), self.factors, strict=True):
+        for dim, factor in enumerate(self.factors, -len(self.factors)):
             x = factor.apply(x, dim)
         return x
 
     def to_dense(self, shape: Sequence[int] | None = None) -> Tensor:
-        """The matrix on row-major vec(X). `shape`: of a block, needed with an Identity."""
+        """The matrix on row-major vec(X). shape: of a block, needed if a factor is Identity."""
         sizes = [None] * len(self.factors) if shape is None else shape[-len(self.factors) :]
-        dense = [factor.to_dense(n) for factor, n in zip(self.factors, sizes, strict=True)]
-        # an Identity has no tensor that says in which dtype and on which device
-        pairs = zip(dense, self.factors, strict=True)
-        like = next((side for side, factor in pairs if not isinstance(factor, Identity)), dense[0])
-        return reduce(_kron, [side.to(like) for side in dense])
+        sides = [factor.to_dense(n) for factor, n in zip(self.factors, sizes, strict=True)]
+        # Identity has no tensor, so its dtype and device are those of another factor
+        pairs = zip(sides, self.factors, strict=True)
+        like = next((side for side, factor in pairs if not isinstance(factor, Identity)), sides[0])
+        return reduce(_kron, [side.to(like) for side in sides])
 
 
 @dataclass(frozen=True, eq=False)
 class KronEigen:
-    """Q diag(Λ) Qᵀ, Q = Q_1 ⊗ … ⊗ Q_k, Λ any block. bases: [..., d, d] or None for I."""
+    """Q diag(Λ) Qᵀ with Q = Q_1 ⊗ … ⊗ Q_k and any Λ. bases: [..., d, d], or None for I."""
 
     bases: tuple[Tensor | None, ...]
     eigenvalues: Tensor  # [..., d1..dk]
 
     def rotate(self, x: Tensor) -> Tensor:
-        """Qᵀx: coordinates in the basis."""
-        for dim, basis in zip(range(-len(self.bases), 0), self.bases, strict=True):
+        """Qᵀx: into the basis."""
+        for dim, basis in enumerate(self.bases, -len(self.bases)):
             x = x if basis is None else multiply(x, basis.mT, dim)
         return x
 
     def unrotate(self, x: Tensor) -> Tensor:
-        """Qx: back from coordinates in the basis."""
-        for dim, basis in zip(range(-len(self.bases), 0), self.bases, strict=True):
+        """Qx: out of the basis."""
+        for dim, basis in enumerate(self.bases, -len(self.bases)):
             x = x if basis is None else multiply(x, basis, dim)
         return x
 
@@ -65,19 +58,19 @@ class KronEigen:
 
     def to_dense(self) -> Tensor:
         """The matrix on row-major vec(X)."""
-        order = len(self.bases)
-        eyes = [
-            torch.eye(n, dtype=self.eigenvalues.dtype, device=self.eigenvalues.device)
-            for n in self.eigenvalues.shape[-order:]
-        ]
-        pairs = zip(self.bases, eyes, strict=True)
-        basis = reduce(_kron, [eye if basis is None else basis for basis, eye in pairs])
-        return (basis * self.eigenvalues.flatten(-order).unsqueeze(-2)) @ basis.mT
+        order, values = len(self.bases), self.eigenvalues
+        pairs = zip(self.bases, values.shape[-order:], strict=True)
+        sides = [torch.eye(n).to(values) if basis is None else basis for basis, n in pairs]
+        basis = reduce(_kron, sides)
+        return (basis * values.flatten(-order).unsqueeze(-2)) @ basis.mT
 
 
 @dataclass(frozen=True, eq=False)
 class ScaledKron:
-    """D^½ K D^½, D^½ = diag(S): x ↦ S ⊙ K(S ⊙ x). Deviations S [..., d1..dk], correlations K."""
+    """D^½ K D^½ with D^½ = diag(S): x ↦ S ⊙ K(S ⊙ x).
+
+    scale S: standard deviations [..., d1..dk]; kron K: correlations.
+    """
 
     scale: Tensor
     kron: Kron

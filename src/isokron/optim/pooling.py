@@ -13,7 +13,7 @@ from isokron.distributed.agreement import APART
 from isokron.distributed.parcels import Form, columns_to_rows, gather, sum_
 from isokron.distributed.ranks import fingerprint
 from isokron.distributed.world import beside
-from isokron.linalg.halves import halved, unhalve_
+from isokron.linalg import halved, unhalve_
 from isokron.optim.modes import mode_of
 from isokron.optim.rows import Keeps, Rows
 

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from isokron.linalg import sent, surely_all
-from isokron.linalg.threads import compute_alone
+from isokron.linalg import compute_alone, sent, surely_all
 from isokron.optim.blocks import Batch, Row
 from isokron.optim.cadence import due, landing, rows_where
 from isokron.optim.groups import param_name

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from isokron.linalg import eigenbasis, follow, mirror_, offdiagonal
-from isokron.operators import KronEigen
-from isokron.operators.factors import multiply
+from isokron.operators import KronEigen, multiply
 from isokron.optim.blocks import Batch
 from isokron.optim.covariances import (
     known_only,

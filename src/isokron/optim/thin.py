@@ -21,7 +21,7 @@ from torch import Tensor
 
 from isokron.distributed import Ranks
 from isokron.distributed.parcels import bounds, gather, sum_
-from isokron.operators.low_rank import gram
+from isokron.operators import gram
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from isokron.linalg import norm_bound, surely_all, symmetric_product
-from isokron.operators.factors import along, multiply
+from isokron.operators import along, multiply
 from isokron.white_kron import GOLDEN, GROWTH_LIMIT, SQUARE_LIMIT, uniform
 
 Probes = Callable[[int], Tensor]  # n ↦ [..., k, n]
