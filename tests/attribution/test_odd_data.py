@@ -81,7 +81,7 @@ def test_a_query_without_examples_is_refused(tmp_path: Path) -> None:
     empty = torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"query 'nothing' has no loss term"):
         a.score([Query(empty, (Shown(),), "nothing")])
-    with pytest.raises(ValueError, match="queries must hold at least one example"):
+    with pytest.raises(ValueError, match="queries must have at least one example"):
         a.score([])
 
 
@@ -118,7 +118,9 @@ def test_a_document_whose_targets_are_all_ignored_has_no_influence(
 
 def test_two_examples_of_one_name_are_refused(tmp_path: Path) -> None:
     data = [(torch.randn(4), torch.tensor(0)) for _ in range(3)]
-    with pytest.raises(ValueError, match="ids must differ"):
+    with pytest.raises(
+        ValueError, match="ids must be 3 different names, one per example, got 3 of which 2 differ"
+    ):
         Attributor(tmp_path, nn.Linear(4, 3), data, loss=losses.CrossEntropy(), ids=["a", "b", "a"])
 
 

@@ -213,7 +213,7 @@ def test_resume_with_other_settings_exits_2_naming_the_difference(inside):
     assert inside(*toy_race("--steps", "2", "--out", "r"))[0] == 0
     code, err = inside(*toy_race("--steps", "3", "--out", "r", "--resume"))
     assert code == 2
-    assert "cannot resume: steps was 2 and is now 3" in one_line_error(err)
+    assert "has another race: steps was 2, is 3" in one_line_error(err)
 
 
 @pytest.mark.parametrize(

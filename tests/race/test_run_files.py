@@ -54,9 +54,9 @@ def test_failed_runs_are_tried_again(make_run, task, tmp_path):
 
 def test_changed_settings_are_refused_with_both_values(task, tmp_path):
     small(task, tmp_path)
-    with pytest.raises(ValueError, match="cannot resume: steps was 4 and is now 5"):
+    with pytest.raises(ValueError, match="another race: steps was 4, is 5; give a new folder"):
         small(task, tmp_path, resume=True, steps=5)
-    with pytest.raises(ValueError, match="cannot resume: optimizers was"):
+    with pytest.raises(ValueError, match="another race: optimizers was"):
         small(task, tmp_path, resume=True, optimizers=["sign"])
 
 

@@ -195,17 +195,6 @@ def test_same_files_give_the_same_page(run, tmp_path):
     assert str(run).encode() not in first
 
 
-def test_top_limits_the_examples_of_each_side(tmp_path):
-    scores = (3.0, 2.0, 1.0, -3.0, -2.0, -1.0)
-    items = [item(n, score, image("1")) for n, score in enumerate(scores)]
-    content = record("pictures", [answer("q", [image("1")], items[:3], items[3:])])
-    page = Page(page_of(tmp_path / "run", content, top=2))
-    cards = [name for name in page.all("id") if re.search(r"(for|against)\.\d$", name)]
-    assert [name[-1] for name in cards] == ["0", "1", "3", "4"]
-    with pytest.raises(ValueError, match="top must be at least 1, got 0"):
-        write_report(tmp_path / "run", top=0)
-
-
 def test_missing_numbers_are_never_written_as_none(tmp_path):
     lost = item(1, -1.0, text(), per_token=None, cosine=None, loss=None, tokens_counted=None)
     lost |= {"tokens": [-0.5, -0.5, 0.0, 0.0, 0.0], "layers": [0.0, -1.0]}

@@ -1,4 +1,4 @@
-"""Scores without a store: every block of queries takes a pass over the training data."""
+"""Exact scores: one pass over the training data for every block of queries."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ TINY = 1e-30
 
 
 class Scored(NamedTuple):
-    """scores [Q, N]; by_layer [Q, layers, N] and lengths |q||t| [Q, N] if asked for."""
+    """scores [Q, N]; on request by_layer [Q, layers, N] and lengths |q||t| [Q, N]."""
 
     scores: Tensor
     by_layer: Tensor | None = None
@@ -25,13 +25,13 @@ class Scored(NamedTuple):
     losses: Tensor | None = None  # [N]
 
     def comparable(self) -> Tensor:
-        """Scores, or cosines where lengths are known: [Q, N]"""
+        """Scores, or cosines if there are lengths: [Q, N]"""
         return self.scores if self.lengths is None else self.scores / self.lengths
 
 
 @dataclass(frozen=True, eq=False)
 class ExactScorer:
-    """`inverse`: H⁻¹ by damping, None for the identity."""
+    """Exact scores of a subject. inverse: damping → H⁻¹, or None for the identity."""
 
     subject: Subject
     inverse: Callable[[float], Curvature | None]
@@ -39,7 +39,7 @@ class ExactScorer:
     def gradients(
         self, queries: Sequence[Query], damping: float, mean: bool = False
     ) -> QueryGradients:
-        """H⁻¹∇ of every query; with `mean`, of the sum of all."""
+        """H⁻¹∇ of every query; with `mean`, of their sum."""
         groups = [0] * len(queries) if mean else None
         names = [query.name for query in queries]
         batches = self._batches_of(queries)
@@ -56,11 +56,11 @@ class ExactScorer:
         unit: bool = False,
         numbers: Sequence[int] | None = None,
     ) -> Scored:
-        """Of all examples, or of those of some `numbers`; `block`: queries that a pass may hold."""
+        """Scores of all examples, or of `numbers`. block: queries per pass."""
         ranks, plan = self.subject.ranks, self.subject.data.plan(numbers)
         batches = self._share(plan, None if numbers else "score")
         parts, lengths = [], []
-        # a mean query is one, however many it is the mean of
+        # a mean takes the memory of one query
         step = len(queries) if mean else block
         for first in range(0, len(queries), step):
             asked = queries[first : first + step]
@@ -73,7 +73,7 @@ class ExactScorer:
             if unit:
                 roots = side_by_side(ranks, squares).clamp_min(0).sqrt()
                 lengths.append(self._norms(asked, gradients, mean)[:, None] * roots)
-            # before the next block takes its memory
+            # freed before the next block is computed
             del gradients
         order = positions(plan, numbers)
         scores = side_by_side(ranks, torch.cat(parts)).cpu()[..., order]
@@ -97,7 +97,7 @@ class ExactScorer:
     ) -> tuple[dict[int, list[float]], dict[int, float], dict[int, float]]:
         """By example, for the first query: scores of its positions, its score, and ⟨∇, H⁻¹∇⟩.
 
-        A layer of fewer positions than others, as after pooling, is in the score only.
+        Layers with fewer positions than others, as after pooling, count in the score only.
         """
         tokens: dict[int, list[float]] = {}
         totals: dict[int, float] = {}
@@ -112,7 +112,7 @@ class ExactScorer:
         return tokens, totals, squares
 
     def query_tokens(self, query: Query, numbers: Sequence[int], damping: float) -> list[float]:
-        """How much of the influence of some examples falls on each position of a query."""
+        """The influence of some examples on each position of a query."""
         batches = [self.subject.batch(batch) for batch in self.subject.data.plan(numbers)]
         groups = [0] * len(batches)
         examples = query_gradients(self.subject, batches, self.inverse(damping), groups)
@@ -137,7 +137,7 @@ class ExactScorer:
 
 
 def positions(plan: list[list[int]], numbers: Sequence[int] | None) -> Tensor:
-    """Where in the order of the batches each example stands."""
+    """The position of each example in the order of the batches."""
     order = [number for batch in plan for number in batch]
     places = {number: place for place, number in enumerate(order)}
     wanted = sorted(order) if numbers is None else numbers

@@ -1,4 +1,4 @@
-"""A run's gradient store: built shard by shard, by one process or by several, and scored."""
+"""Build a run's gradient store shard by shard, on one process or several, and score with it."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,20 +17,22 @@ from isokron.attribution.queries import Query
 from isokron.attribution.store import SCHEMA, Schema, Span, Store, read_schema
 from isokron.distributed import Ranks
 from isokron.distributed.team import in_turn, share, side_by_side, together
+from isokron.report import render
 from isokron.tasks import Shown
 
-SHARDS = 16  # at least, where there are as many examples, so that processes can share them
-SHARD = 128 * 2**20  # bytes of gradients in a shard, unless memory is less
+SHARDS = 16  # minimum number, so that processes can share them
+SHARD = 128 * 2**20  # maximum bytes of gradients in a shard
 SAMPLE = 64  # training examples on which projected scores are compared with exact ones
-ASKED = 8  # queries for which a dimension is chosen
-SPEARMAN = 0.9  # rank correlation with exact scores that the default dimension must reach
+ASKED = 8  # queries used to choose a dimension
+SPEARMAN = 0.9  # minimum rank correlation with exact scores for the default dimension
 
 
 @dataclass(frozen=True, eq=False)
 class StoreScorer:
-    """Rows of a store as its settings say: dim, damping, dtype and seed.
+    """Writes and scores rows of a store.
 
-    `subject`: with the layers that are projected; `exact`: scores and H⁻¹ of the same layers.
+    subject: has the projected layers only; exact: scores and H⁻¹ of the same layers. The settings
+    of its methods are those of `Attributor.build`: dim, damping, dtype and seed.
     """
 
     subject: Subject
@@ -42,10 +44,10 @@ class StoreScorer:
         return encoders(layers, settings["dim"], settings["seed"], inverse, device)
 
     def query_rows(self, by_name: dict[str, Encoder], queries: Sequence[Query]) -> Tensor:
-        """One row for every query, as those of the store: [Q, D]"""
+        """Projected gradients of queries: [Q, D]"""
         subject, rows = self.subject, list[Tensor]()
         batches = [to_device(query.batch, subject.device) for query in queries]
-        # all rows of a query's batch count together
+        # a query may be a batch of several rows, whose gradients are summed
         collect(subject.model, batches, subject.loss, by_name, lambda r, _: rows.append(r.sum(0)))
         return torch.stack(rows).float().cpu()
 
@@ -60,7 +62,7 @@ class StoreScorer:
         by_layer: bool = False,
         unit: bool = False,
     ) -> Scored:
-        """Products of the queries' rows with all rows of the store, block by block."""
+        """Products of the queries' rows with all rows of the store, read block by block."""
         rows = self.query_rows(self.encoders(settings), queries)
         rows = rows.mean(0, keepdim=True) if mean else rows
         columns = [store.columns(layer.name) for layer in self.subject.layers]
@@ -80,7 +82,7 @@ class StoreScorer:
         return Scored(total.sum(1), total if by_layer else None, lengths, store.extra("loss"))
 
     def self_influence(self, store: Store, memory: int) -> Tensor:
-        """Squared lengths of rows, ⟨∇, H⁻¹∇⟩ of every example: [N]"""
+        """Squared norms of rows, which estimate ⟨∇, H⁻¹∇⟩ of every example: [N]"""
         ranks, parts = self.subject.ranks, [torch.zeros(0)]
         with together(ranks, "scoring shards"):
             for block in store.blocks(memory, share(ranks, store.schema.shards)):
@@ -94,7 +96,7 @@ class StoreScorer:
     def noise(
         self, queries: Sequence[Query], scored: Scored, damping: float, block: int, mean: bool
     ) -> Noise:
-        """Projected scores of all examples against exact ones of a sample, cosines likewise."""
+        """Compare projected scores, or cosines, with exact ones on a sample of examples."""
         sample, unit = self.sample(), scored.lengths is not None
         exact = self.exact.scores(
             queries, damping, block=block, mean=mean, unit=unit, numbers=sample
@@ -103,9 +105,11 @@ class StoreScorer:
 
     def chosen_dim(
         self, settings: Mapping[str, Any], queries: Sequence[Query], memory: int, block: int
-    ) -> int | None:
-        """The smallest dimension whose scores agree with exact ones on a sample; None if no store
-        within the memory does."""
+    ) -> int:
+        """A small dimension whose scores agree with exact ones on a sample.
+
+        memory: limit of the store, in bytes; block: queries of a pass of exact scores.
+        """
         data, sample = self.subject.data, self.sample()
         if not queries:
             numbers = spread(len(data), min(ASKED, len(data)))
@@ -117,12 +121,20 @@ class StoreScorer:
             projected = self.computed_scores({**settings, "dim": dim}, queries, sample)
             return noise(exact, projected).spearman
 
-        return choose_dim(self.subject.layers, len(data), memory, measure, SPEARMAN)
+        dim = choose_dim(self.subject.layers, len(data), memory, measure, SPEARMAN)
+        if self.subject.ranks is not None:
+            self.subject.ranks.agree("the dimension of the store", dim)
+        if dim is None:
+            raise ValueError(
+                f"no store within {render.memory(memory)} has a rank correlation of {SPEARMAN} "
+                "with exact scores; score exactly (--no-store), or give --dim or more --memory"
+            )
+        return dim
 
     def computed_scores(
         self, settings: Mapping[str, Any], queries: Sequence[Query], numbers: Sequence[int]
     ) -> Tensor:
-        """Scores [Q, n] of some examples, whose rows are not stored."""
+        """Scores [Q, n] of some examples from rows that are computed now and not stored."""
         by_name, plan = self.encoders(settings), self.subject.data.plan(numbers)
         rows, _ = self._rows(by_name, plan)
         return self.query_rows(by_name, queries) @ rows[positions(plan, numbers)].mT
@@ -130,16 +142,15 @@ class StoreScorer:
     def build(
         self, folder: Path, settings: Mapping[str, Any], recorded: dict[str, Any], memory: int
     ) -> Store:
-        """One row of every example in `folder`; finished shards of an earlier call stay.
+        """Write one row per example; ranks share the shards, and finished shards are kept.
 
-        `recorded`: all that decides the numbers; a folder that has others is refused. Ranks share
-        the shards.
+        recorded: all settings that the numbers depend on; a store with other settings is refused.
         """
         data, ranks, by_name = self.subject.data, self.subject.ranks, self.encoders(settings)
         columns = {name: encoder.width for name, encoder in by_name.items()}
         per_shard = shard_size(4 * sum(columns.values()), len(data), memory)
         if (folder / SCHEMA).exists():
-            # less free memory than when the build began changes nothing
+            # as when the build began, also if there is less free memory now
             per_shard = read_schema(folder).examples_per_shard
         if ranks is not None:
             ranks.agree("examples in a shard", per_shard)
@@ -161,7 +172,7 @@ class StoreScorer:
             return store.finish()
 
     def _rows(self, by_name: dict[str, Encoder], plan: list[list[int]]) -> tuple[Tensor, Tensor]:
-        """Rows [n, D] and losses [n] of some examples, on the CPU, in the order of the plan."""
+        """Rows [n, D] and losses [n] of some examples on the CPU, in the order of the plan."""
         subject, rows, losses = self.subject, list[Tensor](), list[Tensor]()
 
         def take(batch_rows: Tensor, batch_losses: Tensor) -> None:
@@ -179,12 +190,12 @@ def _check_finite(rows: Tensor, losses: Tensor, data: Data, numbers: list[int]) 
         bad = int((~finite).nonzero()[0, 0])
         raise FloatingPointError(
             f"example {data.ids[numbers[bad]]!r} has a loss of {float(losses[bad]):g} and a "
-            "gradient that is not finite; look at its data, or leave it out"
+            "gradient that is not finite; check its data, or leave it out"
         )
 
 
 def shard_size(row: int, examples: int, memory: int) -> int:
-    """Examples of a shard: an eighth of the memory at most, and enough shards to be shared."""
+    """Examples per shard: at most an eighth of the memory, and enough shards to be shared."""
     limit = min(SHARD, memory // 8)
     if row > limit:
         raise ValueError(
@@ -195,7 +206,7 @@ def shard_size(row: int, examples: int, memory: int) -> int:
 
 
 def _missing(store: Store, ranks: Ranks | None) -> list[Span]:
-    """The shards to write; ranks check some each of those that are there."""
+    """The shards to write; ranks share the check of existing ones."""
     if ranks is None:
         return store.missing()
     with together(ranks, "looking for shards"):

@@ -107,8 +107,15 @@ class Source:
         # read before the model is looked for, which may be far away
         documents = read_documents(self.data, text=self.text, label=label, id=self.id)
         if self.kind == "classifier":
-            return classifier(self.model, documents, dtype=self.dtype, **settings)
-        return language_model(self.model, documents, dtype=self.dtype, chat=self.chat, **settings)
+            task = classifier(self.model, documents, dtype=self.dtype, **settings)
+        else:
+            settings["chat"] = self.chat
+            task = language_model(self.model, documents, dtype=self.dtype, **settings)
+        from transformers.utils import logging
+
+        # commands show their own progress
+        logging.disable_progress_bar()
+        return task
 
     def load_model(self, task: Task, folder: Path, progress: Progress) -> nn.Module:
         """The model with the weights of --weights, of the folder or of the task, or trained now."""
@@ -181,10 +188,11 @@ def open_run(
     import torch
 
     from isokron.attribution import Attributor
-    from isokron.attribution.run_folder import RECORD, check_folder, check_same
+    from isokron.attribution.run_folder import RECORD, WEIGHTS
     from isokron.distributed.team import in_turn
+    from isokron.files import check_free, check_same
 
-    check_folder(folder)
+    check_free(folder, RECORD, ours=[WEIGHTS])
     if source is None or (folder / RECORD).exists():
         recorded = recorded_source(folder)
         if source is not None and source != Source():

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import torch
 
 from isokron._version import __version__
-from isokron.files import lock, write_atomically
+from isokron.files import check_free, check_same, lock, write_json
 from isokron.optimizers_by_name import YARDSTICK, resolve
 from isokron.race import train
 from isokron.race.page import write_reports
@@ -238,12 +238,12 @@ def slug(text: str, limit: int = 60) -> str:
 
 
 def open_folder(folder: Path, marker: str) -> None:
-    """Make the folder, unless it cannot be written or has files but not the file `marker`."""
-    content = [path.name for path in folder.glob("*") if not path.name.startswith(".")]
-    if content and marker not in content:
-        problem = f"has other files in it (such as {content[0]})"
-        raise ValueError(f"out {str(folder)!r} {problem}; {NEW_FOLDER}")
-    # before any work: results that cannot be written would be lost
+    """Create a folder for results; refuse one that is not writable or has other files in it.
+
+    marker: a file by which an earlier result is recognized.
+    """
+    check_free(folder, marker)
+    # tried before any work, which would be lost otherwise
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -255,7 +255,7 @@ def open_folder(folder: Path, marker: str) -> None:
 
 @contextmanager
 def race_folder(folder: Path, settings: Mapping[str, Any], resume: bool) -> Iterator[None]:
-    """Hold a folder free for a new race, or one whose race has these settings and is resumed."""
+    """Lock a folder for a new race, or to resume a race with the same settings."""
     open_folder(folder, SETTINGS)
     with (folder / ".lock").open("wb") as file:
         if not lock(file, wait=False):
@@ -267,22 +267,16 @@ def race_folder(folder: Path, settings: Mapping[str, Any], resume: bool) -> Iter
                 problem = "already holds a race; continue it with --resume"
                 raise ValueError(f"out {str(folder)!r} {problem}, or {NEW_FOLDER}")
             saved = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
-            for name in (*settings, *saved):
-                before, now = saved.get(name), settings.get(name)
-                if before != now:
-                    problem = f"{name} was {before!r} and is now {now!r}; use the same settings"
-                    raise ValueError(f"cannot resume: {problem}, or {NEW_FOLDER}")
+            check_same(folder, "race", saved, settings)
         (folder / RUNS).mkdir(exist_ok=True)
-        text = json.dumps(settings, indent=1, ensure_ascii=False) + "\n"
-        write_atomically(folder / SETTINGS, [text.encode()])
+        write_json(folder / SETTINGS, settings)
         yield
 
 
 def write_run(folder: Path, run: Run) -> None:
     length = "" if run.schedule is None else f"-steps{run.schedule}"
     name = f"{slug(run.optimizer)}-lr{run.lr!r}-seed{run.seed}{length}.json"
-    text = json.dumps(asdict(run), indent=1, allow_nan=False) + "\n"
-    write_atomically(folder / RUNS / name, [text.encode()])
+    write_json(folder / RUNS / name, asdict(run))
 
 
 def read_runs(folder: Path) -> list[Run]:
