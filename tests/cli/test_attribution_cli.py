@@ -128,8 +128,8 @@ def test_wrong_calls_are_told_in_one_line_and_leave_nothing(isokron: Call, tmp_p
             *("--completion", "b", "--completion", "c"),
         ],
         "'--max-side': Input should be greater than or equal to 1": [*TASK, "--max-side", "0"],
-        "--dim is of a store, and --no-store asks": [*TASK, *asked, "--no-store", "--dim", "4"],
-        "--weights are trained already": [*TASK, *asked, "--weights", "w.safetensors"],
+        "--dim needs a store and --no-store forbids": [*TASK, *asked, "--no-store", "--dim", "4"],
+        "--weights are already trained": [*TASK, *asked, "--weights", "w.safetensors"],
         "--device 'nope' cannot be used": [*TASK, *asked, "--device", "nope"],
         "no task named": ["--task", "nothing", *asked],
         "--model and --data": ["--model", "m", *asked],
@@ -163,6 +163,14 @@ def test_what_only_the_task_knows_is_refused_before_any_stage(
     assert not record.exists() or json.loads(record.read_text())["stages"] == {}
     right = isokron("attribute", "run", *TASK, "--query", "eval:0")
     assert right[0] == 0, right[2]
+
+
+@pytest.mark.parametrize("query", [["--query", "eval:99"], ["--prompt", "abc"]])
+def test_a_wrong_query_is_refused_before_the_model_is_trained(
+    isokron: Call, tmp_path: Path, query: list[str]
+) -> None:
+    assert isokron("attribute", "run", *TASK, *query)[0] == 2
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_with_a_store_is_scored_with_it(isokron: Call) -> None:

@@ -61,7 +61,7 @@ def test_tasks_are_listed_one_per_line():
         (["race", "--lr", "1e-3,fast"], "'1e-3,fast' is not a list of numbers"),
         (["race", "--steps", "0"], "--steps must be at least 1, got 0"),
         (["race", "--lr", "-1"], "--lr must be positive numbers, got -1.0"),
-        (["race", "--lr", "soap=0.1"], "--lr is given for 'soap', which does not take part"),
+        (["race", "--lr", "soap=0.1"], "--lr is given for 'soap', which is not in the race"),
     ],
 )
 def test_a_wrong_call_exits_2_with_one_line(arguments, message, inside, tmp_path):

@@ -121,7 +121,7 @@ def test_a_folder_where_nothing_was_finished_is_free(tmp_path):
 def test_two_processes_cannot_race_in_one_folder(task, tmp_path):
     with (
         race_folder(tmp_path, {"task": "other"}, resume=False),
-        pytest.raises(ValueError, match="another process is racing"),
+        pytest.raises(ValueError, match="another process is running a race"),
     ):
         small(task, tmp_path)
     assert json.loads((tmp_path / "settings.json").read_text()) == {"task": "other"}

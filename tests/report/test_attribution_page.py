@@ -253,7 +253,7 @@ def test_a_run_without_scores_says_what_to_do(tmp_path):
 )
 def test_a_damaged_or_foreign_file_is_refused_by_name_and_leaves_no_page(run, content, message):
     (run / "scores" / "9.json").write_text(content)
-    expected = f"9.json is damaged, or no file of .*, version 2 .*{message}.*`isokron score`"
+    expected = f"9.json is damaged, or not .* of version 2 .*{message}.*`isokron score`"
     with pytest.raises(ValueError, match=expected):
         write_report(run)
     assert not (run / "report.html").exists()

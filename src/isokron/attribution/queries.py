@@ -30,7 +30,7 @@ class Query:
 
 def read_queries(
     task: Task,
-    model: nn.Module,
+    model: nn.Module | None,
     texts: Sequence[str] = (),
     prompts: Sequence[tuple[str, str | None]] = (),
     ids: Sequence[str] = (),
@@ -39,7 +39,7 @@ def read_queries(
 
     Args:
         task: reads texts and prompts, and has the examples.
-        model: generates the completions that are None.
+        model: writes the completions that are None; otherwise it may be None.
         texts: `eval:0,3-5` and `train:7` are examples of the task, `@file` reads texts, or prompts
             with completions, from a file; anything else is a text.
         prompts: pairs of a prompt and a completion; only the completion has a loss.
@@ -98,7 +98,7 @@ def _text(task: Task, text: str) -> Query:
     return Query(batch, (shown,), text, ("--query", text))
 
 
-def _prompt(task: Task, model: nn.Module, prompt: str, completion: str | None) -> Query:
+def _prompt(task: Task, model: nn.Module | None, prompt: str, completion: str | None) -> Query:
     if task.prompt is None:
         raise ValueError(
             f"prompt {prompt!r:.40}: task {task.name!r} takes no prompts, only Hugging Face "
@@ -111,7 +111,7 @@ def _prompt(task: Task, model: nn.Module, prompt: str, completion: str | None) -
     return Query(batch, (shown,), prompt + (completion or ""), words)
 
 
-def _file(task: Task, model: nn.Module, path: str) -> list[Query]:
+def _file(task: Task, model: nn.Module | None, path: str) -> list[Query]:
     # imported only if needed, since it loads readers of several formats
     from isokron.tasks.documents import read_documents, read_prompts
 
