@@ -431,6 +431,16 @@ def test_a_run_killed_as_it_began_is_begun_anew(tmp_path: Path) -> None:
     assert attributor(tmp_path).folder.stage("fit") is None
 
 
+def test_a_run_without_results_may_begin_again_with_another_source(tmp_path: Path) -> None:
+    first = attributor(tmp_path)
+    second = attributor(tmp_path, seed=1)
+    with pytest.raises(ValueError, match="another source: weights was"):
+        first.fit()
+    second.fit()
+    with pytest.raises(ValueError, match="another source: weights was"):
+        attributor(tmp_path)
+
+
 def test_curvature_may_be_that_of_some_examples(tmp_path: Path) -> None:
     some = attributor(tmp_path / "some").fit(examples=8)
     assert some.curvature is not None

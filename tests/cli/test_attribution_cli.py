@@ -161,7 +161,8 @@ def test_what_only_the_task_knows_is_refused_before_any_stage(
     fails(isokron("attribute", "run", *TASK, *options), 2, message)
     record = tmp_path / "run" / "run.json"
     assert not record.exists() or json.loads(record.read_text())["stages"] == {}
-    right = isokron("attribute", "run", *TASK, "--query", "eval:0")
+    # nothing was computed yet, so the options may change
+    right = isokron("attribute", "run", *TASK[:2], "--steps", "2", "--query", "eval:0")
     assert right[0] == 0, right[2]
 
 
@@ -228,4 +229,4 @@ def test_a_run_goes_through_few_files(isokron: Call) -> None:
     assert code == 0, err
     package = Path(sys.modules["isokron"].__file__ or "").parent
     ours = sorted(f for f in files if f.startswith(str(package)) and f.endswith(".py"))
-    assert len(ours) <= 35, ours
+    assert len(ours) <= 33, ours

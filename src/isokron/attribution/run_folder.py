@@ -32,11 +32,13 @@ VERSIONS = {"isokron": __version__, "torch": torch.__version__}
 class RunFolder:
     """Begins a run in a folder, or continues the one in it if its source is the same.
 
+    A run without results is replaced by one with another source.
+
     source: JSON-able; identifies the model and the data.
     """
 
     def __init__(self, path: Path, source: Mapping[str, Any], ranks: Ranks | None) -> None:
-        self.path, self.ranks = path, ranks
+        self.path, self.source, self.ranks = path, source, ranks
         self.curvature, self.gradients, self.scores = (
             path / name for name in ("curvature", "gradients", "scores")
         )
@@ -45,8 +47,9 @@ class RunFolder:
         if ranks is not None:
             ranks.agree("a run's model and data", dict(source))
         with in_turn(ranks, f"beginning {path}"):
-            if not (path / RECORD).exists():
-                check_free(path, RECORD, ours=[WEIGHTS])
+            check_free(path, RECORD, ours=[WEIGHTS])
+            # other ranks must not undo what the first one has entered
+            if self.leads and not has_results(path) and not self._is_recorded():
                 path.mkdir(parents=True, exist_ok=True)
                 self._write({"source": dict(source), "stages": {}})
             record = read_record(path)
@@ -69,14 +72,25 @@ class RunFolder:
             self.ranks.agree(f"the settings of {name}", dict(settings))
         with in_turn(self.ranks, f"entering {name}"):
             record = read_record(self.path)
+            check_same(self.path, "source", record["source"], self.source)
             if name in record["stages"]:
                 check_same(self.path, name, record["stages"][name], settings)
             else:
                 record["stages"][name] = dict(settings)
                 self._write(record)
 
+    def _is_recorded(self) -> bool:
+        exists = (self.path / RECORD).exists()
+        # compared as JSON, in which tuples are lists
+        return exists and read_record(self.path)["source"] == json.loads(json.dumps(self.source))
+
     def _write(self, record: Mapping[str, Any]) -> None:
         write_json(self.path / RECORD, {**FORMAT, **VERSIONS, **record})
+
+
+def has_results(folder: Path) -> bool:
+    """Whether a run has computed anything but the weights of its model."""
+    return any(path.name not in (RECORD, WEIGHTS) for path in folder.glob("[!.]*"))
 
 
 def read_record(folder: Path) -> dict[str, Any]:

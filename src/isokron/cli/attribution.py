@@ -369,15 +369,18 @@ def announce(
     a: Attributor, progress: Display, curvature: RunCurvature, queries: Sequence[Query] = ()
 ) -> None:
     """Print covered layers, skipped documents and memory; refuse a run that does not fit."""
-    most, count = len(a.data), curvature.fit_examples
-    if count is not None and count > most:
-        raise ValueError(f"--fit-examples must be from 1 to the {most} of the run, got {count}")
+    from isokron.report.render import plural
+
+    most, examples = len(a.data), curvature.fit_examples
+    if examples is not None and examples > most:
+        raise ValueError(f"--fit-examples must be from 1 to the {most} of the run, got {examples}")
     progress(a.selection.summary(), 0, 0)
     assert a.task is not None
     skipped = a.task.skipped
     if skipped:
         names = ", ".join(skipped[:3]) + (", …" if len(skipped) > 3 else "")
-        progress(f"skipped {len(skipped)} documents of fewer than two tokens: {names}", 0, 0)
+        count = plural(len(skipped), "document")
+        progress(f"skipped {count} with fewer than two tokens: {names}", 0, 0)
     plan = a.memory_plan(curvature.method, queries)
     progress(plan.summary(), 0, 0)
     plan.check()

@@ -192,16 +192,16 @@ def open_run(
     import torch
 
     from isokron.attribution import Attributor
-    from isokron.attribution.run_folder import RECORD, WEIGHTS
+    from isokron.attribution.run_folder import RECORD, WEIGHTS, has_results
     from isokron.distributed.team import in_turn
     from isokron.files import check_free, check_same
 
     check_free(folder, RECORD, ours=[WEIGHTS])
-    if source is None or (folder / RECORD).exists():
-        recorded = recorded_source(folder)
-        if source is not None and source != Source():
-            check_same(folder, "source", recorded.given(), source.with_paths().given())
-        source = recorded
+    if source is None or (source == Source() and (folder / RECORD).exists()):
+        source = recorded_source(folder)
+    elif has_results(folder):
+        recorded = recorded_source(folder).given()
+        check_same(folder, "source", recorded, source.with_paths().given())
     source = source.resolved()
     device = machine.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
