@@ -1,15 +1,13 @@
 """The commands on a run, as a person gives them."""
 
-import io
 import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
-
-from isokron.cli import main
 
 LETTERS = Path(__file__).parents[1] / "attribution" / "letters.py"
 TASK = ["--task", f"{LETTERS}:task", "--steps", "3"]
@@ -18,19 +16,12 @@ Call = Callable[..., Result]
 
 
 @pytest.fixture
-def isokron(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Call:
-    """Exit code, stdout and stderr of a call within this process, which has torch loaded."""
+def isokron(called: Callable[..., Any]) -> Call:
+    """Exit code, stdout and stderr of a call."""
 
     def call(*arguments: str, stdin: str = "") -> Result:
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", ["isokron", *arguments])
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        return int(stopped.value.code or 0), *capsys.readouterr()
+        done = called(*arguments, stdin=stdin)
+        return int(done.returncode or 0), done.stdout, done.stderr
 
     return call
 

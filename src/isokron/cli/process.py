@@ -44,7 +44,7 @@ def join(arguments: Sequence[str]) -> None:
     _launched.ranks.agree("the arguments of isokron", list(arguments))
     if arguments[0] in SINGLE:
         raise ValueError(
-            f"isokron {arguments[0]} runs on one process, and torchrun has started "
+            f"isokron {arguments[0]} works on one process, and torchrun has started "
             f"{_launched.ranks.size}; start it without torchrun"
         )
 
