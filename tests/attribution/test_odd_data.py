@@ -230,6 +230,12 @@ def test_a_store_that_does_not_fit_is_refused_before_it_is_begun(tmp_path: Path)
     assert a.folder.stage("build") is None
 
 
+def test_examples_at_the_top_are_not_taken_for_random_ones(tmp_path: Path) -> None:
+    check = begun(tmp_path, pairs()).score(pairs(1), top=6, verify=True).answers[0]["verify"]
+    assert check["proponents"] < 0
+    assert check["random"] is None
+
+
 def test_verify_takes_a_likelihood_that_cannot_be_called_and_half_precision(tmp_path: Path) -> None:
     class Own:
         """The protocol of isokron.losses and no more."""

@@ -102,8 +102,8 @@ def test_query_pane_shows_loss_what_the_model_said_and_the_check_by_training(tmp
     assert "The model would have said We have the truth" in said
     assert "written by the model itself" in said
     assert "One gradient step of the same length, from the same weights, changed this" in said
-    assert "10 top proponents −0.800 nats 10 random examples −0.0500 nats" in said
-    assert "10 top opponents +0.300 nats" in said
+    assert "top proponents −0.800 nats random examples −0.0500 nats" in said
+    assert "top opponents +0.300 nats" in said
     assert "Predicted nats score × 0.00410, measured by real steps" in said
     assert 'data-losses="4 2 0.5 3.5 2"' in html
     assert 'data-shares="0.1 0.6 0 -0.2 0.1"' in html

@@ -11,12 +11,11 @@ from torch import Tensor, nn
 
 from isokron.attribution.data import Data, Subject, hash_of, show_example, spread, to_device
 from isokron.attribution.evaluate import Noise
-from isokron.attribution.exact import ExactScorer, Scored
-from isokron.attribution.gradients import StoreScorer
 from isokron.attribution.memory import Budget, MemoryPlan
 from isokron.attribution.queries import Query, as_queries
 from isokron.attribution.results import Explanation, Scores, check_finite, token_table
 from isokron.attribution.run_folder import RunFolder
+from isokron.attribution.scorers import ExactScorer, Scored, StoreScorer
 from isokron.attribution.store import DTYPES, Store
 from isokron.curvature import Curvature, find_layers
 from isokron.curvature import fit as fit_curvature
@@ -234,8 +233,7 @@ class Attributor:
                 "a store needs a linear, convolution or norm layer, and layers= selects none; "
                 "score exactly (--no-store)"
             )
-        subject = replace(self.subject, layers=layers)
-        return StoreScorer(subject, ExactScorer(subject, self.inverse))
+        return StoreScorer(replace(self.subject, layers=layers), self.inverse)
 
     def build(
         self,
@@ -372,7 +370,7 @@ class Attributor:
         if settings["store"]:
             store, scorer, memory = self.store, self._store_scorer(), self.budget.limit // 4
             build = store.schema.settings["build"]
-            scored = scorer.scores(store, build, queries, memory=memory, **options)
+            scored = scorer.stored_scores(store, build, queries, memory=memory, **options)
             noise = scorer.noise(queries, scored, damping, plan.block, mean)
         else:
             plan.check()
@@ -424,7 +422,7 @@ class Attributor:
         use_store = self.folder.stage("build") is not None if store is None else store
         damping = self._damping(damping, use_store)
         if use_store:
-            return self._store_scorer().self_influence(self.store, self.budget.limit // 4)
+            return self._store_scorer().stored_self_influence(self.store, self.budget.limit // 4)
         self.memory_plan().check()
         return self.exact.self_influence(damping)
 

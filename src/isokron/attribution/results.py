@@ -17,8 +17,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from isokron.attribution.data import hash_of, to_device
-from isokron.attribution.exact import ExactScorer
 from isokron.attribution.queries import Query
+from isokron.attribution.scorers import ExactScorer
 from isokron.attribution.verify import calibrate, verify
 from isokron.curvature.backward import unchanged
 from isokron.distributed.team import in_turn, share, together
@@ -323,7 +323,7 @@ class Explanation:
         a, subject, (proponents, opponents) = self.attributor, self.attributor.subject, signs
         # a fixed seed, so that every run draws the same examples
         others = sorted(set(range(len(subject.data))) - {*proponents, *opponents})
-        drawn = random.Random(0).sample(others, min(len(proponents), len(others))) or proponents
+        drawn = random.Random(0).sample(others, min(len(proponents), len(others)))
         groups = {"proponents": proponents, "random": drawn, "opponents": opponents}
         batch = to_device(query.batch, subject.device)
         changes = verify(subject, batch, groups)
@@ -332,7 +332,7 @@ class Explanation:
         partial = self.settings["unit"] or len(self.scores.layers) < len(subject.layers)
         if inverse is not None and not partial:
             calibration = calibrate(subject, batch, proponents, inverse, predicted)
-        return {"verify": {"examples": len(proponents), **changes}, "calibration": calibration}
+        return {"verify": changes, "calibration": calibration}
 
 
 def aligned(values: Sequence[float], count: int) -> list[float]:

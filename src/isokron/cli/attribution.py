@@ -231,7 +231,7 @@ def build(run: RunFolder, rows: StoreRows, resources: Resources) -> None:
 
     Example:
 
-      isokron build runs/digits --dim 16 --store-dtype bfloat16
+      isokron build runs/digits --store-dtype bfloat16
     """
     with Display() as progress:
         a = open_run(run, progress, machine=resources)

@@ -137,9 +137,10 @@ def fitted_table(
 def show_scores(a: Attributor, queries: Sequence[Query], scores: Scores, most: int = SHOWN) -> None:
     """Print the top examples of every query with their shares of the positive influence."""
     if scores.noise is not None:
+        hint = "" if scores.noise.spearman >= 0.9 else "; use a larger --dim, or --no-store"
         typer.echo(
             f"\nProjected scores: rank correlation {scores.noise.spearman:.2f} with exact ones on "
-            f"{scores.noise.sample} examples"
+            f"{scores.noise.sample} examples{hint}"
         )
     one_by_one = len(scores) == len(queries)
     for number, top in enumerate(scores.top(most)):
