@@ -1,12 +1,13 @@
-"""Files that are there whole or not at all, whenever the process dies and whoever else writes."""
+"""Atomic writes, and checks of folders that hold results."""
 
 import errno
+import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 try:
     import fcntl
@@ -17,10 +18,10 @@ FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def write_atomically(path: Path, parts: Iterable[bytes | memoryview]) -> None:
-    """Write beside, flush to disk, then rename: readers see the old file or the new one.
+    """Write a temporary file, flush it to disk and rename it: readers see the old or the new file.
 
-    The file beside has one fixed name, so that the next attempt writes over what a killed one left.
-    Processes that write the same file take turns.
+    The temporary file has a fixed name, so that the next attempt overwrites what a killed process
+    left. Processes that write the same file wait for each other.
     """
     temporary = _beside(path)
     try:
@@ -31,7 +32,7 @@ def write_atomically(path: Path, parts: Iterable[bytes | memoryview]) -> None:
                     file.write(part)
                 file.flush()
                 os.fsync(file.fileno())
-                if fcntl is not None:  # still alone
+                if fcntl is not None:  # still locked
                     temporary.replace(path)
             except BaseException:
                 temporary.unlink(missing_ok=True)
@@ -44,8 +45,36 @@ def write_atomically(path: Path, parts: Iterable[bytes | memoryview]) -> None:
         raise _explained(path, error) from None
 
 
+def write_json(path: Path, value: Any) -> None:
+    """Write a value as JSON, atomically; numbers that are not finite are refused."""
+    text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False)
+    write_atomically(path, [text.encode(), b"\n"])
+
+
+def check_free(folder: Path, marker: str, ours: Collection[str] = ()) -> None:
+    """Refuse a folder with other files than `ours` in it, unless the file `marker` is there."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{str(folder)!r} is a file; give a new folder")
+    # listed before the marker is looked for: another process may be writing both
+    names = sorted(path.name for path in folder.glob("[!.]*") if path.name not in ours)
+    if names and not (folder / marker).exists():
+        raise ValueError(
+            f"folder {str(folder)!r} has other files in it (such as {names[0]}); give a new folder"
+        )
+
+
+def check_same(folder: Path, what: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+    """Refuse settings that differ from those recorded in a folder, naming each difference."""
+    # compared as they are read from a file, where tuples are lists
+    old, new = (json.loads(json.dumps(dict(settings))) for settings in (old, new))
+    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    if names:
+        differ = "; ".join(f"{n} was {old.get(n)!r}, is {new.get(n)!r}" for n in names)
+        raise ValueError(f"{folder} has another {what}: {differ}; give a new folder")
+
+
 def clear_beside(path: Path) -> None:
-    """Remove what a killed process left beside a file, unless one is writing there just now."""
+    """Remove the temporary file that a killed process left, unless another is writing it now."""
     temporary = _beside(path)
     if not temporary.exists():
         return
@@ -60,18 +89,18 @@ def _beside(path: Path) -> Path:
 
 @contextmanager
 def _alone(temporary: Path) -> Iterator[BinaryIO]:
-    """The file, made if need be, open to this process only; let go when it ends, however."""
+    """The file, opened and locked by this process; the lock ends with the process."""
     while True:
-        with temporary.open("ab") as file:  # what another may be writing is not truncated here
+        with temporary.open("ab") as file:  # not truncated: another process may be writing it
             lock(file, wait=True)
             if _is_open(temporary, file):
                 yield file
                 return
-        # another has renamed it meanwhile: this one has a file of its own to begin
+        # another process has renamed it in the meantime: open a new one
 
 
 def lock(file: BinaryIO, wait: bool) -> bool:
-    """Whether this process may write; some shared disks have no locks, and all may."""
+    """Whether the file could be locked; file systems without locks count as locked."""
     if fcntl is None:
         return True
     try:
@@ -92,7 +121,7 @@ def _is_open(path: Path, file: BinaryIO) -> bool:
 
 
 def _flush_folder(folder: Path) -> None:
-    """A rename itself must survive a power cut."""
+    """Flush a folder to disk, so that a rename in it survives a power failure."""
     number = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(number)
@@ -101,7 +130,7 @@ def _flush_folder(folder: Path) -> None:
 
 
 def _explained(path: Path, error: OSError) -> OSError:
-    """The same error, of the same number and so of the same class, with what to do about it."""
+    """The same error, with the same number and class, and a message that says what to do."""
     remedy = "make its folder writable, or choose another"
     if error.errno in FULL:
         free = shutil.disk_usage(path.parent).free / 1e6

@@ -1,4 +1,4 @@
-"""How ill-conditioned a task's model is: its curvature measured, as table, page and files."""
+"""Measure the curvature of a task's model, and report its conditioning by layer."""
 
 import json
 import math
@@ -27,9 +27,9 @@ from isokron.training import Progress, silent
 LayerFacts = SimpleNamespace  # the numbers of one layer: see `layer_facts`
 POLICIES = ("none", "all", "hybrid", "auto")
 FLOAT = 4  # bytes of a number
-POINTS = 200  # of a spectrum, geometrically spaced
+POINTS = 200  # points of a spectrum, geometrically spaced
 RECORDS, PAGE = "inspect.json", "index.html"
-# columns in the order in which a narrow terminal leaves them out
+# columns in the order in which a narrow terminal drops them
 SPARE = ("kind", "trace", "condition", "above damping", "statistics", "outputs × inputs")
 LOG: Any = {"x_log": True, "y_log": True, "empty": "no curvature"}
 # spectrum of a layer → title and unit of its plots
@@ -42,12 +42,12 @@ SPECTRA = {
 
 @dataclass(eq=False)
 class Setup:
-    """What is inspected and how; all is checked, and the model made, before any work."""
+    """The arguments of an inspection, validated; the model is created from them."""
 
     task: Task
-    steps: int | None = None  # of AdamW before the fit; by default 200, or 0 with `weights`
+    steps: int | None = None  # AdamW steps before the fit; default: 200, or 0 with `weights`
     lr: float = 3e-3  # learning rate of these steps
-    seed: int = 0  # of the weights, the batches and sampled labels
+    seed: int = 0  # random seed of weights, batches and sampled labels
     weights: Path | str | None = None  # a safetensors file with all of the model's weights
     examples: int = 512  # training examples to fit on
     method: str = "kfac"  # this, fisher and sharing are those of isokron.curvature.fit
@@ -87,7 +87,7 @@ class Setup:
         self.examples = len(self.order)
 
     def settings(self) -> dict[str, Any]:
-        """All that the result depends on, as JSON."""
+        """Everything that the result depends on, JSON-able."""
         return {
             "task": self.task.name,
             "unit": self.task.unit,
@@ -119,7 +119,7 @@ class Inspection:
 
 
 def measure(setup: Setup, progress: Progress = silent) -> tuple[Inspection, Curvature]:
-    """Train the model as asked, fit its curvature, and compute the facts of every layer."""
+    """Train the model, fit its curvature, and compute the numbers of every layer."""
     model, task = setup.model, setup.task
     with torch.random.fork_rng(devices=[]):
         if setup.steps:
@@ -138,7 +138,7 @@ def measure(setup: Setup, progress: Progress = silent) -> tuple[Inspection, Curv
 
 @dataclass
 class ExampleBatches:
-    """The examples to fit on, in batches that may be iterated several times."""
+    """Batches of the examples to fit on; can be iterated several times."""
 
     setup: Setup
     progress: Progress
@@ -147,18 +147,18 @@ class ExampleBatches:
         parts = self.setup.order.split(self.setup.task.batch_size)
         for i, part in enumerate(parts, start=1):
             yield self.setup.task.train.batch(part)
-            # when the next batch is asked for, this one is done
+            # this batch is done when the next one is requested
             self.progress("fitting", i, len(parts))
 
 
 def usable_layers(setup: Setup) -> tuple[Selection, Counter[str], tuple[str, ...]]:
-    """Layers whose gradients come by example, their places (see `layer_facts`), notes on others."""
+    """Layers with a gradient per example, their places (see `layer_facts`), notes on others."""
     counts: Counter[str] = Counter()
 
     def count(event: Event) -> None:
         counts[event.layer.name] += event.grads.size(1) * event.grads.size(2)
 
-    # every example twice: there are two to tell apart even in a data set of one
+    # every example twice, so that there are two even in a data set of one
     order = setup.order[: max(1, setup.task.batch_size // 2)].repeat(2)
     batch = setup.task.train.batch(order)
     with capture(setup.model, list(setup.layers) or None, sink=count):
@@ -167,7 +167,7 @@ def usable_layers(setup: Setup) -> tuple[Selection, Counter[str], tuple[str, ...
     notes = tuple(f"{item.name} is left out: {item.reason}." for item in dropped)
     if not selection.layers:
         raise ValueError(f"no layer is left to inspect: {' '.join(notes)}")
-    summed = setup.sharing == "reduce"  # all positions of an example make one gradient
+    summed = setup.sharing == "reduce"  # one gradient per example
     places = {name: 1 if summed else total // len(order) for name, total in counts.items()}
     return selection, Counter(places), notes
 
@@ -175,30 +175,30 @@ def usable_layers(setup: Setup) -> tuple[Selection, Counter[str], tuple[str, ...
 def layer_facts(
     curvature: Curvature, record: Mapping[str, Any], setup: Setup, places: int
 ) -> LayerFacts:
-    """A layer's record in the curvature's report, and what its spectrum adds to it."""
+    """The record of a layer in the curvature's report, and numbers from its spectrum."""
     name, kind, inputs = record["layer"], record["kind"], record["inputs"]
     spectrum = curvature.spectrum(name)
     values, sides = spectrum.values.double().clamp_min(0), spectrum.sides
     largest, smallest, dimension = float(values.max()), float(values.min()), values.numel()
     mean, added = record["trace"] / dimension, setup.damping * float(values.mean())
     scaled = None if sides is None else scaled_rank(curvature.layers[name].statistics)
-    # K-FAC's covariance i×i; counts of columns for an embedding; the full diagonal for a norm
+    # covariance i×i for K-FAC, counts of columns for an embedding, diagonal for a norm
     columns = {"dense": inputs, "index": 1, "diagonal": record["outputs"]}[kind]
     return LayerFacts(
         **record,
         name=name,
         dimension=dimension,
-        places=places,  # gradients of its outputs that one example makes, by use and position
+        places=places,  # output gradients per example, over uses and positions
         input_bytes=record["blocks"] * inputs * columns * FLOAT,
         output_bytes={p: output_bytes(record, places * setup.examples, p) for p in POLICIES},
         mean=mean,
         largest=largest,
         smallest=smallest,
         peak=largest / mean if mean else 0.0,
-        damping=added,  # to every eigenvalue
+        damping=added,  # added to every eigenvalue
         condition_damped=(largest + added) / (smallest + added) if smallest + added else math.inf,
         share=record["effective_rank"] / dimension,
-        scaled_rank=scaled,  # effective rank with the diagonal made 1; None without two sides
+        scaled_rank=scaled,  # effective rank after diagonal scaling; None without two sides
         scaled_share=None if scaled is None else scaled / dimension,
         kept=int((values > added).sum()),  # eigenvalues above the damping
         spectrum=thinned(values),
@@ -208,7 +208,7 @@ def layer_facts(
 
 
 def output_bytes(layer: Mapping[str, Any], gradients: int, policy: str) -> int:
-    """K-FAC's covariance o×o, or the T gradients o×T it is made of, of every block."""
+    """Bytes of K-FAC's output side: a covariance o×o, or T gradients o×T, of every block."""
     if layer["kind"] == "diagonal":
         return 0
     outputs: int = layer["outputs"]
@@ -217,7 +217,7 @@ def output_bytes(layer: Mapping[str, Any], gradients: int, policy: str) -> int:
 
 
 def thinned(values: Tensor) -> tuple[tuple[int, float], ...]:
-    """Numbers 1 … n of eigenvalues above 0, in falling order, and their values, at most POINTS."""
+    """At most POINTS of the positive eigenvalues in descending order, with their ranks 1 … n."""
     ordered = values.flatten().sort(descending=True).values
     n = int((ordered > 0).sum())
     numbers = sorted({round(n ** (i / (POINTS - 1))) for i in range(POINTS)}) if n else []
@@ -227,7 +227,7 @@ def thinned(values: Tensor) -> tuple[tuple[int, float], ...]:
 
 def scaled_rank(statistics: Mapping[str, Tensor]) -> float:
     """Effective rank of D^-½ (G ⊗ A) D^-½, D the diagonal of G ⊗ A."""
-    # it is the product of both sides' correlation matrices: what diagonal scaling leaves
+    # the Kronecker product of the correlation matrices of both sides
     left, right = (_correlations(statistics[side]) for side in ("output", "input"))
     p = (left[:, :, None] * right[:, None, :]).clamp_min(0).flatten()  # [B, o] and [B, i]
     p = p[p > 0] / p.sum()
@@ -235,8 +235,8 @@ def scaled_rank(statistics: Mapping[str, Tensor]) -> float:
 
 
 def _correlations(side: Tensor) -> Tensor:
-    """Eigenvalues of the correlations of a covariance; a unit that is always 0 has none."""
-    # uncorrelated columns, by their counts
+    """Eigenvalues of the correlation matrix of a covariance; 0 for units that are always 0."""
+    # counts of columns are a diagonal covariance
     if side.ndim == 2:
         return (side > 0).double()
     root = side.double().diagonal(dim1=1, dim2=2).rsqrt().nan_to_num(nan=0.0, posinf=0.0)
@@ -244,11 +244,11 @@ def _correlations(side: Tensor) -> Tensor:
 
 
 def write_report(result: Inspection, curvature: Curvature, folder: Path) -> None:
-    """Write each file atomically; the page comes last, and means that all are there."""
+    """Write the files atomically, the page last, so that its presence means completeness."""
     record = {**vars(result), "layers": [vars(facts) for facts in result.layers]}
     text = json.dumps(finite(record), ensure_ascii=False, allow_nan=False) + "\n"
     html = page(result)
-    # an older page would show what is not in the folder any more
+    # an older page would not match the new files
     (folder / PAGE).unlink(missing_ok=True)
     curvature.save(folder / "curvature")
     write_atomically(folder / RECORDS, [text.encode()])
@@ -256,7 +256,7 @@ def write_report(result: Inspection, curvature: Curvature, folder: Path) -> None
 
 
 def page(result: Inspection) -> str:
-    """The page as one HTML file that needs nothing else."""
+    """The page as one self-contained HTML file."""
     rows = [cells(facts) for facts in result.layers]
     return render(
         "inspect.html",
@@ -275,15 +275,15 @@ def page(result: Inspection) -> str:
 
 
 def texts(result: Inspection) -> tuple[list[str], str, list[str]]:
-    """The verdict in sentences, the circumstances in one, and notes on how to read the table."""
+    """Sentences on the result, one on the setting, and notes on the table."""
     text = render("inspect.txt", result=result, s=result.settings, number=number, percent=percent)
     verdict, _, remarks = text.strip().partition("\n\n")
-    circumstances, *notes = remarks.strip().split("\n")
-    return verdict.split("\n"), circumstances, notes
+    setting, *notes = remarks.strip().split("\n")
+    return verdict.split("\n"), setting, notes
 
 
 def number(value: float) -> str:
-    """A condition number: three digits, thousands apart, powers of ten where it is large."""
+    """A condition number with three digits, from a million on in powers of ten."""
     if not math.isfinite(value):
         return "infinite"
     return f"{value:.1e}" if value >= 1e6 else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
@@ -294,13 +294,13 @@ def percent(share: float) -> str:
 
 
 def table(result: Inspection) -> list[list[str]]:
-    """The head, then a row per layer."""
+    """The header, then a row per layer."""
     rows = [cells(facts) for facts in result.layers]
     return [list(rows[0]), *([text for text, _ in row.values()] for row in rows)]
 
 
 def cells(f: LayerFacts) -> dict[str, tuple[str, float | str]]:
-    """A layer's row: column → the text of the cell, and what it is sorted by."""
+    """A row of the table: column → text and sort key."""
     blocks = "" if f.blocks == 1 else f"{f.blocks} × "
     above, scaled = f.kept / f.dimension, f.scaled_share
     return {
@@ -319,13 +319,13 @@ def cells(f: LayerFacts) -> dict[str, tuple[str, float | str]]:
 
 
 def short_layers(names: Sequence[str]) -> dict[str, str]:
-    """The shortest ending of each dotted name that no other has, cropped in the middle."""
+    """The shortest unique ending of each dotted name, cropped in the middle."""
     short = {}
     for name in names:
         parts = name.split(".")
         for count in range(1, len(parts) + 1):
             ending = ".".join(parts[-count:])
-            # a number alone says too little
+            # a number alone is not a name
             if not ending.isdecimal() and sum(f".{x}".endswith(f".{ending}") for x in names) == 1:
                 break
         short[name] = (ending if len(ending) <= 13 else f"{ending[:6]}…{ending[-6:]}") or "model"
@@ -333,7 +333,7 @@ def short_layers(names: Sequence[str]) -> dict[str, str]:
 
 
 def spectra(result: Inspection, field: str) -> list[Plot]:
-    """Eigenvalues in falling order, of as many layers to a plot as there are colours."""
+    """Plots of eigenvalues in descending order, with as many layers each as there are colours."""
     title, unit = SPECTRA[field]
     sides = field != "spectrum"
     layers = [f for f in result.layers if not sides or (f.output_spectrum and f.input_spectrum)]
@@ -348,7 +348,7 @@ def spectra(result: Inspection, field: str) -> list[Plot]:
             by = points[0][1] if sides else f.mean
             curve = [(place, float(f"{value / by:.4g}")) for place, value in points]
             lines.append(Line(f.name, colour % COLOURS, curve, beside=short[f.name]))
-        # 1 is the mean, or the largest; below 1e-7 is rounding of float32
+        # relative to the mean or the largest; below 1e-7 is rounding error of float32
         values = [damping or 1.0, *(y for line in lines for _, y in line.points)]
         y_range = (max(1e-7, min(values)) / 2, max(values) * 2)
         place = f" ({i + 1} of {count})" if count > 1 else ""
@@ -359,14 +359,14 @@ def spectra(result: Inspection, field: str) -> list[Plot]:
 
 
 def conditions_by_damping(result: Inspection) -> Plot:
-    """What is left of the condition number of the worst, the middle and the best layer."""
+    """Condition number by damping, for the worst, the median and the best layer."""
     ranked = sorted((f for f in result.layers if f.trace > 0), key=lambda f: f.peak)
     lines: dict[str, Line] = {}
     for words, colour, place in (("worst", 2, -1), ("median", 1, len(ranked) // 2), ("best", 3, 0)):
         for f in ranked[place:][:1]:
             added = [(m, m * f.mean) for m in (10 ** (k / 4) for k in range(-24, 5))]
             points = [(m, (f.largest + x) / (f.smallest + x)) for m, x in added]
-            # few layers are drawn once, under the first of their names
+            # with few layers, one may be both: it is drawn once
             lines.setdefault(f.name, Line(f"{words} ({f.name})", colour, points, beside=words))
     text = "Condition number after damping, of layers by their largest over their mean eigenvalue."
     labels = ("damping", "Condition by damping", text, "damping / mean eigenvalue")
@@ -374,7 +374,7 @@ def conditions_by_damping(result: Inspection) -> Plot:
 
 
 def ranks(result: Inspection) -> Dots:
-    """Effective rank as a share of all directions, before and after diagonal scaling."""
+    """Effective rank relative to the dimension, before and after diagonal scaling."""
     short = short_layers([f.name for f in result.layers])
     rows = []
     for f in result.layers:
@@ -387,7 +387,7 @@ def ranks(result: Inspection) -> Dots:
 
 
 def memory_by_examples(result: Inspection) -> Plot:
-    """All output sides under each policy, by the number of examples."""
+    """Memory of all output sides under each policy, by the number of examples."""
     layers, most = result.layers, max(1e4, 4.0 * result.settings["examples"])
     counts = sorted({round(most ** (k / 60)) for k in range(61)})
     lines = []

@@ -1,4 +1,4 @@
-"""Train a task's model as a race does, or load its weights."""
+"""Train a task's model with AdamW, or load its weights."""
 
 import hashlib
 import math
@@ -28,7 +28,7 @@ def silent(stage: str, done: int, total: int, note: str = "") -> None:
 
 def warmup_cosine(step: int, steps: int) -> float:
     """Factor on the learning rate: linear over the first tenth, then half a cosine to 0."""
-    # the first step has a rate above 0: it would be wasted
+    # step 0 counts as 1, since a learning rate of 0 would waste it
     warmup = max(1, round(0.1 * steps))
     if step < warmup:
         return (step + 1) / warmup
@@ -36,9 +36,9 @@ def warmup_cosine(step: int, steps: int) -> float:
 
 
 def batch_order(examples: int, batch_size: int, steps: int, seed: int) -> Tensor:
-    """Example indices of every step, [steps, batch_size]: epoch after epoch of permutations."""
+    """Example indices of every step, [steps, batch_size], from a permutation per epoch."""
     generator = torch.Generator().manual_seed(seed)
-    # the last, incomplete batch of an epoch is left out
+    # incomplete last batches are dropped
     used = examples - examples % batch_size
     epochs = range(math.ceil(steps * batch_size / used))
     order = torch.cat([torch.randperm(examples, generator=generator)[:used] for _ in epochs])
@@ -46,7 +46,7 @@ def batch_order(examples: int, batch_size: int, steps: int, seed: int) -> Tensor
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
-    """The first sixteen hex digits of the SHA-256 of all bytes, to compare tensors of two runs."""
+    """The first sixteen hex digits of the SHA-256 of all bytes."""
     sha = hashlib.sha256()
     for tensor in tensors:
         sha.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
@@ -54,7 +54,7 @@ def digest(tensors: Iterable[Tensor]) -> str:
 
 
 def make_model(task: Task, seed: int) -> nn.Module:
-    """A new model with the weights that a race gives it for the same seed."""
+    """A new model with the initial weights of a race with the same seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return task.model()
@@ -84,7 +84,7 @@ def train_(
     schedule = LambdaLR(optimizer, lambda step: warmup_cosine(step, steps))
     model.train()
     with torch.random.fork_rng(devices=[]):
-        # what building the optimizer drew must not shift dropout
+        # dropout must not depend on the optimizer's constructor
         torch.manual_seed(seed)
         batches = batch_order(len(numbers), min(task.batch_size, len(numbers)), steps, seed)
         for step, indices in enumerate(batches, start=1):

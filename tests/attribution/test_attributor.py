@@ -311,11 +311,11 @@ def test_any_data_set_gives_the_same_scores(tmp_path: Path) -> None:
 
 def test_data_that_cannot_be_read_by_number_are_refused(tmp_path: Path) -> None:
     loss = isokron.losses.CrossEntropy()
-    with pytest.raises(ValueError, match="read by number"):
+    with pytest.raises(ValueError, match="readable by index"):
         Attributor(tmp_path, network(), iter([1, 2]), loss=loss)
     with pytest.raises(ValueError, match="at least one example"):
         Attributor(tmp_path, network(), [], loss=loss)
-    with pytest.raises(ValueError, match="ids must name each of the 12"):
+    with pytest.raises(ValueError, match="ids must be 12 different names"):
         Attributor(tmp_path, network(), Pairs(), loss=dict_loss, ids=["a"])
     with pytest.raises(ValueError, match=r"loss must be one of isokron.losses"):
         Attributor(tmp_path, network(), Pairs())
@@ -378,11 +378,11 @@ def test_many_queries_choose_a_store_and_few_do_not(tmp_path: Path) -> None:
     few = asked(a)
     use, why = a.choose(few)
     assert not use
-    assert why == "5 queries need 1 pass over the data, and a store pays above 4 passes"
+    assert why == "5 queries need 1 pass over the data (a store is built above 4)"
     a = attributor(tmp_path, memory=a.memory_plan().peak + 1)  # one query at a time
     use, why = a.choose(few)
     assert use
-    assert why == "5 queries need 5 passes over the data, and a store pays above 4 passes"
+    assert why == "5 queries need 5 passes over the data (a store is built above 4)"
     right = attributor(tmp_path).fit()
     blocks = a.score(few, store=False, save=False)
     close(blocks.as_subclass(Tensor), right.score(few, store=False, save=False).as_subclass(Tensor))
@@ -400,7 +400,7 @@ def test_many_queries_choose_a_store_and_few_do_not(tmp_path: Path) -> None:
 def test_queries_that_are_not_there_are_named(query: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_queries(task(), Model(), [query])
-    with pytest.raises(ValueError, match="reads no texts; ask about one of its examples"):
+    with pytest.raises(ValueError, match="reads no texts; use one of its examples"):
         read_queries(replace(task(), read=None), Model(), ["words"])
     with pytest.raises(ValueError, match="has no evaluation examples"):
         read_queries(replace(task(), evaluation=None), Model(), ["eval:0"])
@@ -415,7 +415,7 @@ def test_queries_come_from_files(tmp_path: Path) -> None:
 
 def test_folders_that_are_no_runs_are_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match="neither empty nor a run"):
+    with pytest.raises(ValueError, match=r"has other files in it \(such as notes.txt\)"):
         attributor(tmp_path)
     (tmp_path / "run.json").write_text("{")
     with pytest.raises(ValueError, match="is not JSON"):
@@ -429,6 +429,16 @@ def test_a_run_killed_as_it_began_is_begun_anew(tmp_path: Path) -> None:
     for name in (".run.json.tmp", ".weights.safetensors.tmp", "weights.safetensors"):
         (tmp_path / name).write_text("half of i")
     assert attributor(tmp_path).folder.stage("fit") is None
+
+
+def test_a_run_without_results_may_begin_again_with_another_source(tmp_path: Path) -> None:
+    first = attributor(tmp_path)
+    second = attributor(tmp_path, seed=1)
+    with pytest.raises(ValueError, match="another source: weights was"):
+        first.fit()
+    second.fit()
+    with pytest.raises(ValueError, match="another source: weights was"):
+        attributor(tmp_path)
 
 
 def test_curvature_may_be_that_of_some_examples(tmp_path: Path) -> None:

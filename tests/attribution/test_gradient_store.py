@@ -119,7 +119,7 @@ def test_a_store_of_another_generator_is_refused(tmp_path: Path) -> None:
 
 def test_other_peoples_files_are_never_mixed_with(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(ValueError, match=r"has other files in it, such as thesis.txt; give"):
+    with pytest.raises(ValueError, match=r"has other files in it \(such as thesis.txt\); give"):
         begin(tmp_path)
 
 

@@ -137,7 +137,7 @@ def test_more_terms_than_a_head_can_keep_are_refused_before_any_pass(tmp_path: P
     model = nn.Sequential(nn.Linear(4, 9))
     loss = losses.CrossEntropy()
     a = Attributor(tmp_path, model, rows, loss=loss, head="lowrank", max_side=8)
-    with pytest.raises(ValueError, match=r"9,000 loss terms.*8,192.*examples to fit"):
+    with pytest.raises(ValueError, match=r"9,000 loss terms.*8,192.*fit to fewer examples"):
         a.fit()
     assert a.folder.stage("fit") is None
     a.fit(examples=8000)

@@ -81,7 +81,7 @@ def test_a_query_without_examples_is_refused(tmp_path: Path) -> None:
     empty = torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"query 'nothing' has no loss term"):
         a.score([Query(empty, (Shown(),), "nothing")])
-    with pytest.raises(ValueError, match="queries must hold at least one example"):
+    with pytest.raises(ValueError, match="queries must have at least one example"):
         a.score([])
 
 
@@ -118,7 +118,9 @@ def test_a_document_whose_targets_are_all_ignored_has_no_influence(
 
 def test_two_examples_of_one_name_are_refused(tmp_path: Path) -> None:
     data = [(torch.randn(4), torch.tensor(0)) for _ in range(3)]
-    with pytest.raises(ValueError, match="ids must differ"):
+    with pytest.raises(
+        ValueError, match="ids must be 3 different names, one per example, got 3 of which 2 differ"
+    ):
         Attributor(tmp_path, nn.Linear(4, 3), data, loss=losses.CrossEntropy(), ids=["a", "b", "a"])
 
 
@@ -226,6 +228,12 @@ def test_a_store_that_does_not_fit_is_refused_before_it_is_begun(tmp_path: Path)
     with pytest.raises(ValueError, match=r"whitening .* does not fit"):
         a.build(dim=4)
     assert a.folder.stage("build") is None
+
+
+def test_examples_at_the_top_are_not_taken_for_random_ones(tmp_path: Path) -> None:
+    check = begun(tmp_path, pairs()).score(pairs(1), top=6, verify=True).answers[0]["verify"]
+    assert check["proponents"] < 0
+    assert check["random"] is None
 
 
 def test_verify_takes_a_likelihood_that_cannot_be_called_and_half_precision(tmp_path: Path) -> None:

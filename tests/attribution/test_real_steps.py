@@ -95,3 +95,18 @@ def test_what_is_not_linear_has_no_predicted_nats(tmp_path: Path) -> None:
     assert inverse is not None
     assert calibrate(a.subject, query.batch, [3], inverse, -1e6) is None  # of the other sign
     assert calibrate(a.subject, query.batch, [3], inverse, 0.0) is None
+
+
+def test_steps_are_measured_where_the_loss_is_almost_zero() -> None:
+    """A cross-entropy of 1e-6 in float32 is a multiple of 1.2e-7, more than a step changes it."""
+    model, (inputs, targets) = problem()
+    with torch.no_grad():
+        model[3].weight.mul_(0)
+        model[3].bias.copy_(torch.tensor([14.0, 0.0, 0.0]))
+    query = inputs[:1], torch.zeros(1, dtype=torch.int64)
+    changes = verify(subject(model, inputs, targets * 0), query, {"proponents": [0, 1]})
+    before, change = changes["before"], changes["proponents"]
+    assert before is not None
+    assert change is not None
+    assert 1e-6 < before < 3e-6
+    assert -0.02 * before < change < -0.005 * before

@@ -1,5 +1,6 @@
 """The command line within this process, and in processes that start quickly."""
 
+import io
 import subprocess
 import sys
 
@@ -13,9 +14,10 @@ from isokron.cli import main
 def called(tmp_path, monkeypatch, capsys):
     """The same call within this process, which has torch loaded."""
 
-    def call(*arguments):
+    def call(*arguments, stdin=""):
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(sys, "argv", ["isokron", *map(str, arguments)])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
         capsys.readouterr()
         with pytest.raises(SystemExit) as stopped:
             main()

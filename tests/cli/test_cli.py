@@ -61,7 +61,7 @@ def test_tasks_are_listed_one_per_line():
         (["race", "--lr", "1e-3,fast"], "'1e-3,fast' is not a list of numbers"),
         (["race", "--steps", "0"], "--steps must be at least 1, got 0"),
         (["race", "--lr", "-1"], "--lr must be positive numbers, got -1.0"),
-        (["race", "--lr", "soap=0.1"], "--lr is given for 'soap', which does not take part"),
+        (["race", "--lr", "soap=0.1"], "--lr is given for 'soap', which is not in the race"),
     ],
 )
 def test_a_wrong_call_exits_2_with_one_line(arguments, message, inside, tmp_path):
@@ -213,7 +213,7 @@ def test_resume_with_other_settings_exits_2_naming_the_difference(inside):
     assert inside(*toy_race("--steps", "2", "--out", "r"))[0] == 0
     code, err = inside(*toy_race("--steps", "3", "--out", "r", "--resume"))
     assert code == 2
-    assert "cannot resume: steps was 2 and is now 3" in one_line_error(err)
+    assert "has another race: steps was 2, is 3" in one_line_error(err)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def test_demo_leaves_a_race_that_is_not_a_demo_alone(short, inside, tmp_path, mo
     monkeypatch.setattr(module, "STEPS", 3)
     code, err = inside("demo", "--out", "race")
     assert code == 2
-    assert "cannot resume: steps was 2 and is now 3" in err
+    assert "has another race: steps was 2, is 3" in err
     assert (tmp_path / "race" / "index.html").read_bytes() == page
 
 

@@ -152,7 +152,7 @@ def test_folders_of_others_are_left_alone(tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(ValueError, match=r"has other files in it \(such as thesis.txt\)"):
         open_folder(tmp_path, RECORDS)
-    with pytest.raises(ValueError, match="cannot be written: File exists; give a new folder"):
+    with pytest.raises(ValueError, match="is a file; give a new folder"):
         open_folder(tmp_path / "thesis.txt", RECORDS)
     with pytest.raises(ValueError, match="cannot be written: Not a directory"):
         open_folder(tmp_path / "thesis.txt" / "deeper", RECORDS)

@@ -63,7 +63,7 @@ def test_a_failing_optimizer_is_reported_and_the_race_goes_on(task):
         ({"seeds": 0}, "seeds must be at least 1, got 0"),
         ({"lrs": [0.1, -1]}, "lr must be positive numbers, got -1"),
         ({"lrs": []}, "lr must be positive numbers, got none"),
-        ({"lrs": {"soap": [0.1]}}, "'soap', which does not take part"),
+        ({"lrs": {"soap": [0.1]}}, "'soap', which is not in the race"),
     ],
 )
 def test_wrong_arguments_are_named(task, arguments, message):

@@ -54,9 +54,9 @@ def test_failed_runs_are_tried_again(make_run, task, tmp_path):
 
 def test_changed_settings_are_refused_with_both_values(task, tmp_path):
     small(task, tmp_path)
-    with pytest.raises(ValueError, match="cannot resume: steps was 4 and is now 5"):
+    with pytest.raises(ValueError, match="another race: steps was 4, is 5; give a new folder"):
         small(task, tmp_path, resume=True, steps=5)
-    with pytest.raises(ValueError, match="cannot resume: optimizers was"):
+    with pytest.raises(ValueError, match="another race: optimizers was"):
         small(task, tmp_path, resume=True, optimizers=["sign"])
 
 
@@ -121,7 +121,7 @@ def test_a_folder_where_nothing_was_finished_is_free(tmp_path):
 def test_two_processes_cannot_race_in_one_folder(task, tmp_path):
     with (
         race_folder(tmp_path, {"task": "other"}, resume=False),
-        pytest.raises(ValueError, match="another process is racing"),
+        pytest.raises(ValueError, match="another process is running a race"),
     ):
         small(task, tmp_path)
     assert json.loads((tmp_path / "settings.json").read_text()) == {"task": "other"}

@@ -56,7 +56,7 @@ def text_answer(query="what is said", **fields):
         **{"token_losses": [4.0, 2.0, 0.5, 3.5, 2.0], "token_scores": [1.0, 6.0, 0.0, -2.0, 1.0]},
         **{"said": "We have\nthe truth", "generated": True, "calibration": 0.0041},
         "verify": {
-            **{"examples": 10, "step": 0.001, "before": 12.0},
+            **{"step": 0.001, "before": 12.0},
             **{"proponents": -0.8, "random": -0.05, "opponents": 0.3},
         },
     }

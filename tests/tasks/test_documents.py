@@ -227,5 +227,5 @@ def test_a_name_that_is_no_data_set_is_told_so(monkeypatch):
     # HF_HUB_OFFLINE is read on import, and without a network each of many requests is tried again
     for place in (datasets.config, huggingface_hub.constants):
         monkeypatch.setattr(place, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match="no file or folder here, and no data set could be loaded"):
+    with pytest.raises(ValueError, match="not a file or folder, and no data set of that name"):
         read_documents("surely/no-such-data-set:train")

@@ -337,7 +337,7 @@ def test_a_tokenizer_of_another_model_is_refused(folder, tmp_path):
     config = transformers.GPT2Config(**{**GPT2, "vocab_size": 90})
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
     byte_pairs().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"gives token \d+, but the model has 90"):
+    with pytest.raises(ValueError, match=r"gives token \d+, but the model has only 90"):
         language_model(tmp_path, DOCUMENTS)
 
 

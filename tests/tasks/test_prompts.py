@@ -102,7 +102,7 @@ def test_writing_stops_at_the_end_of_text_and_at_the_end_of_the_context(tmp_path
         if count:
             assert task.prompt(model, "stone " * 12)[1].tokens == shown.tokens[:count]
         else:
-            with pytest.raises(ValueError, match="ends its text at once; give another completion"):
+            with pytest.raises(ValueError, match="ends the text at once; give another completion"):
                 task.prompt(model, "stone " * 12)
 
 

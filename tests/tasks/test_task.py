@@ -55,7 +55,11 @@ def test_wrong_examples_are_refused_with_the_remedy(tensors, message):
             TypeError,
             "train and evaluation must be Examples.*, got Examples and list",
         ),
-        ({"model": nn.Linear(2, 1)}, TypeError, "a new one: model=lambda: MyModel"),
+        (
+            {"model": nn.Linear(2, 1)},
+            TypeError,
+            "a new model, got a model; write model=lambda: MyModel",
+        ),
         ({"lengths": [3]}, ValueError, "lengths must be 12, one per training example, got 1"),
         ({"ids": ["a", "b"]}, ValueError, "ids must be 12, one per training example, got 2"),
     ],

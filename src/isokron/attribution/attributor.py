@@ -1,4 +1,4 @@
-"""Which training examples made a model say this: fit curvature, score queries, write a page."""
+"""Training-data attribution for a trained model: fit curvature, score queries, write a page."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -11,12 +11,11 @@ from torch import Tensor, nn
 
 from isokron.attribution.data import Data, Subject, hash_of, show_example, spread, to_device
 from isokron.attribution.evaluate import Noise
-from isokron.attribution.exact import ExactScorer, Scored
-from isokron.attribution.gradients import SPEARMAN, StoreScorer
 from isokron.attribution.memory import Budget, MemoryPlan
 from isokron.attribution.queries import Query, as_queries
 from isokron.attribution.results import Explanation, Scores, check_finite, token_table
-from isokron.attribution.run_folder import RunFolder, check_same
+from isokron.attribution.run_folder import RunFolder
+from isokron.attribution.scorers import ExactScorer, Scored, StoreScorer
 from isokron.attribution.store import DTYPES, Store
 from isokron.curvature import Curvature, find_layers
 from isokron.curvature import fit as fit_curvature
@@ -25,6 +24,7 @@ from isokron.curvature.fit import FISHERS, METHODS, SHARINGS
 from isokron.curvature.losses import CrossEntropy, Likelihood, Loss
 from isokron.distributed import Ranks
 from isokron.distributed.team import in_turn
+from isokron.files import check_same
 from isokron.tasks import Shown, Task
 from isokron.training import Progress, silent
 
@@ -34,7 +34,7 @@ PASSES = 4  # over the data, above which a store is cheaper than exact scores
 
 
 class Attributor:
-    """Explains a trained model by its training data, in a folder that keeps all results.
+    """Scores the influence of training examples on queries; all results are kept in a folder.
 
     ```python
     a = isokron.Attributor("runs/mine", model, train_set, loss=isokron.losses.CrossEntropy())
@@ -43,25 +43,25 @@ class Attributor:
     a.report("report.html")
     ```
 
-    A killed process loses nothing that was finished: the same calls go on from there. The model is
+    If the process is killed, the same calls continue from the last finished step. The model is
     used in eval mode and is not changed.
 
     Args:
-        folder: of the run; a new one, or one of the same model and data.
+        folder: where the run is kept: a new folder, or one with a run of the same model and data.
         model: a trained model.
         train_set: a map-style Dataset, DataLoader, list of tuples or dicts, `datasets.Dataset` or
             `isokron.tasks.Examples`.
         loss: one of `isokron.losses`, or a function (model, batch) → loss per example.
-        task: in the place of train_set and loss, an `isokron.Task`, which also shows its examples.
-        device: where the model is moved to; default: where it is.
+        task: an `isokron.Task` instead of train_set and loss; it also displays its examples.
+        device: the model is moved there; default: it stays where it is.
         layers: patterns of layer names, `!pattern` to exclude; default: all linear, convolution and
             norm layers whose sides are at most max_side.
-        head: "lowrank" takes an output head larger than max_side in.
-        max_side: largest number of inputs or outputs of a layer that is taken in by default.
-        memory: bytes that may be used, by every rank; default: half of what is free, shared.
-        examples: use only so many training examples, evenly spaced.
-        source: JSON-able; where model and data come from, kept in run.json.
-        ranks: processes that share the work, in a folder that they all see.
+        head: "lowrank" includes an output head larger than max_side, "skip" leaves it out.
+        max_side: largest number of inputs or outputs of a layer that is included by default.
+        memory: bytes that each rank may use; default: half of the free memory, shared by ranks.
+        examples: use only this many training examples, evenly spaced.
+        source: JSON-able; where model and data come from, recorded in run.json.
+        ranks: processes that share the work; all must see the folder.
         progress: called with the stage, the examples done and their number.
         data: further arguments of `isokron.attribution.Data`: collate, batch_size, lengths, ids.
     """
@@ -109,23 +109,17 @@ class Attributor:
         two = to_device(self.data.batch(range(min(2, len(self.data)))), on)
         self.selection = probe_layers(model, two, loss, selection)
         chosen = self.selection.layers
-        # of a large head the gradients are kept in the place of a covariance
+        # for a large head, gradients are stored instead of their covariance
         self.lowrank = [x.name for x in chosen if x.kind == "dense" and x.shape[1] > max_side]
         self.subject = Subject(model, chosen, loss, self.data, on, ranks, progress)
         self.budget = Budget(self.subject, self.lowrank, memory)
         self.exact = ExactScorer(self.subject, self.inverse)
         self._inverses: dict[float, Curvature] = {}
         self.weights = hash_of(model.state_dict())[:16]
-        # another model, or other data, are refused in the same folder
-        origin = {
-            "given": self.source,
-            "layers": self.patterns,
-            "head": head,
-            "max_side": max_side,
-            "examples": len(self.data),
-            "weights": self.weights,
-            "data": self.data.digest(),
-        }
+        # a folder with a run of another model or other data is refused
+        origin: dict[str, Any] = {"given": self.source, "layers": self.patterns, "head": head}
+        origin |= {"max_side": max_side, "examples": len(self.data)}
+        origin |= {"weights": self.weights, "data": self.data.digest()}
         self.folder = RunFolder(Path(folder), origin, ranks)
 
     def fit(
@@ -137,16 +131,16 @@ class Attributor:
         examples: int | None = None,
         seed: int = 0,
     ) -> "Attributor":
-        """Fit the curvature of the model on its training data; load it where it is there.
+        """Fit the curvature of the model on its training data, or load it if it was fitted before.
 
         Args:
             method: "kfac", "ekfac", "tkfac" or "shampoo".
-            fisher: labels of the data ("empirical"), drawn from the model ("sampled"), or all of
-                them ("exact").
-            sharing: positions that share a weight count one by one ("expand") or together
-                ("reduce").
-            examples: fit to so many of the training examples, evenly spaced; default: all.
-            seed: of sampled labels.
+            fisher: labels from the data ("empirical"), sampled from the model ("sampled"), or all
+                labels weighted by their probability ("exact").
+            sharing: how positions that share a weight are treated: one by one ("expand"), or
+                summed per example ("reduce").
+            examples: fit to this many training examples, evenly spaced; default: all.
+            seed: random seed of sampled labels.
         """
         settings: dict[str, Any] = {"method": method, "fisher": fisher, "sharing": sharing}
         for name, choices in (("method", METHODS), ("fisher", FISHERS), ("sharing", SHARINGS)):
@@ -158,7 +152,7 @@ class Attributor:
                 f"examples to fit must be from 1 to the {len(self.data)} of the run, got {examples}"
             )
         numbers = spread(len(self.data), count)
-        # what is recorded cannot be taken back: all checks come before
+        # all checks come first, because a recorded stage cannot be changed
         if fisher != "empirical" and not isinstance(self.subject.loss, Likelihood):
             raise ValueError(
                 f"fisher {fisher!r} needs a loss that knows its distribution, such as "
@@ -167,7 +161,7 @@ class Attributor:
         self.budget.check_head(numbers)
         self.memory_plan(method).check()
         self.folder.enter("fit", {**settings, "examples": examples, "seed": seed})
-        # another curvature, or none, may be in memory
+        # cached values may belong to an earlier call
         self.__dict__.pop("curvature", None)
         self.__dict__.pop("store", None)
         self._inverses.clear()
@@ -196,7 +190,7 @@ class Attributor:
 
     @cached_property
     def curvature(self) -> Curvature | None:
-        """The result of `fit`; None if it was never called, and H is the identity."""
+        """The result of `fit`. None if it was never called: H is then the identity."""
         if self.folder.stage("fit") is None:
             return None
         if not self._is_fitted():
@@ -219,25 +213,27 @@ class Attributor:
         return self.budget.plan(method or stage["method"], queries)
 
     def choose(self, queries: Sequence[Query]) -> tuple[bool, str]:
-        """Whether a store pays for these queries, and why."""
-        # exact scores take a pass over the data for each block of queries that fits the memory, a
-        # store takes one pass and then a product for each query
+        """Whether a store is cheaper than exact scores for these queries, and why."""
+        # exact scores need a pass over the data for each block of queries that fits in memory, a
+        # store needs one pass and then a product per query
         passes = -(-len(queries) // self.memory_plan(queries=queries).block)
         count = f"{len(queries)} queries need" if len(queries) > 1 else "1 query needs"
         takes = f"{passes} pass{'es' if passes > 1 else ''} over the data"
-        return passes > PASSES, f"{count} {takes}, and a store pays above {PASSES} passes"
+        return passes > PASSES, f"{count} {takes} (a store is built above {PASSES})"
 
     def _store_scorer(self) -> StoreScorer:
-        # embeddings and low-rank heads never enter a projection
-        small = [layer for layer in self.subject.layers if layer.name not in self.lowrank]
-        layers = [layer for layer in small if layer.kind != "index"]
+        # embeddings and low-rank heads are not projected
+        layers = [
+            layer
+            for layer in self.subject.layers
+            if layer.kind != "index" and layer.name not in self.lowrank
+        ]
         if not layers:
             raise ValueError(
                 "a store needs a linear, convolution or norm layer, and layers= selects none; "
                 "score exactly (--no-store)"
             )
-        subject = replace(self.subject, layers=layers)
-        return StoreScorer(subject, ExactScorer(subject, self.inverse))
+        return StoreScorer(replace(self.subject, layers=layers), self.inverse)
 
     def build(
         self,
@@ -248,16 +244,16 @@ class Attributor:
         seed: int = 0,
         queries: Any = None,
     ) -> "Attributor":
-        """Store the gradients of all training examples, to answer queries without the data.
+        """Store projected gradients of all training examples, to score without the data.
 
         Args:
-            dim: a row has dim × dim numbers of every layer, or all of a smaller layer. Default:
-                a small power of two from 16 on whose scores have a rank correlation of 0.9 with
-                exact ones, measured on a sample.
-            damping: of H, as a multiple of each layer's mean eigenvalue.
+            dim: a row has dim × dim numbers per layer, or the full gradient of a smaller layer.
+                Default: a small power of two, at least 16, whose scores have a rank correlation
+                of 0.9 with exact ones, measured on a sample.
+            damping: damping of H, as a multiple of each layer's mean eigenvalue.
             dtype: "float32", "bfloat16" or "float16".
-            seed: of the random signs of the projection.
-            queries: for which the default dimension is chosen; default: some training examples.
+            seed: random seed of the projection.
+            queries: the default `dim` is chosen for these; default: some training examples.
         """
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {tuple(DTYPES)}, got {dtype!r}")
@@ -271,18 +267,13 @@ class Attributor:
         # rows are whitened by matrices of the size of the statistics
         parts = {**plan.parts, "whitening": plan.parts["statistics"]}
         replace(plan, parts=parts).check()
-        earlier = self.folder.stage("build")
-        if dim is None and earlier is not None:
-            settings["dim"] = earlier["dim"]
-        elif dim is None:
-            # rows of the sample are in memory several times while they are compared
-            settings["dim"] = scorer.chosen_dim(settings, asked, limit // 8, plan.block)
-            if self.subject.ranks is not None:
-                self.subject.ranks.agree("the dimension of the store", settings["dim"])
-        if settings["dim"] is None:
-            raise ValueError(
-                f"no store within {limit // 8} bytes has a rank correlation of {SPEARMAN} with "
-                "exact scores; score exactly (--no-store), or give --dim or more --memory"
+        if dim is None:
+            earlier = self.folder.stage("build")
+            # several copies of the sample's rows are in memory while they are compared
+            settings["dim"] = (
+                scorer.chosen_dim(settings, asked, limit // 8, plan.block)
+                if earlier is None
+                else earlier["dim"]
             )
         self.folder.enter("build", settings)
         self.__dict__.pop("store", None)
@@ -290,7 +281,7 @@ class Attributor:
         return self
 
     def _recorded(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """What decides the numbers of a store."""
+        """All settings that the numbers in a store depend on."""
         fit = self.folder.stage("fit")
         return {"build": dict(settings), "fit": fit, "weights": self.weights}
 
@@ -321,25 +312,25 @@ class Attributor:
         why: str | None = None,
         save: bool = True,
     ) -> Scores:
-        """Score all training examples for queries, and write the answers into the run's folder.
+        """Score all training examples for queries, and write the results into the run's folder.
 
-        Positive: training on the example lowers the query's loss.
+        A positive score means that training on the example lowers the query's loss.
 
         Args:
-            queries: a list or data set of examples, each a query.
-            mode: each query by itself ("individual"), their mean gradient ("mean"), or the largest
-                score that any of them has ("nearest").
-            unit: cosines, in which the lengths of gradients do not count.
-            by_layer: write down the score of every layer too.
-            damping: of H, as a multiple of each layer's mean eigenvalue; default: 0.1, or that of
-                the store.
-            store: score with the store (True) or exactly (False); default: with a store if there
+            queries: a list or data set of examples; each is a query.
+            mode: score for each query ("individual"), for the mean of their gradients ("mean"), or
+                the largest score over all queries ("nearest").
+            unit: score by cosine, which ignores the norms of gradients.
+            by_layer: also write the scores of every layer.
+            damping: damping of H, as a multiple of each layer's mean eigenvalue; default: 0.1, or
+                that of the store.
+            store: score with the store (True) or exactly (False); default: with the store if there
                 is one.
-            top: proponents and opponents to write down for every query, each.
+            top: number of proponents and of opponents to write per query.
             verify: take a real training step on the top examples and measure the query's loss.
-            name: of the files; default: one that queries and settings determine.
-            why: one sentence on the choice between exact and store, for the page.
-            save: False writes nothing.
+            name: file name of the results; default: a hash of queries and settings.
+            why: one sentence on the choice between exact scores and the store, for the page.
+            save: whether to write files.
         """
         if mode not in MODES:
             raise ValueError(f"mode must be one of {MODES}, got {mode!r}")
@@ -379,7 +370,7 @@ class Attributor:
         if settings["store"]:
             store, scorer, memory = self.store, self._store_scorer(), self.budget.limit // 4
             build = store.schema.settings["build"]
-            scored = scorer.scores(store, build, queries, memory=memory, **options)
+            scored = scorer.stored_scores(store, build, queries, memory=memory, **options)
             noise = scorer.noise(queries, scored, damping, plan.block, mean)
         else:
             plan.check()
@@ -390,7 +381,7 @@ class Attributor:
         if settings["mode"] == "nearest":
             if noise is not None:
                 noise = replace(noise, standard_error=[max(noise.standard_error)])
-            # the layers too are those of the query with the largest score
+            # scores by layer are taken from the query with the largest score, too
             best = scores.argmax(0, keepdim=True)
             scores = scores.gather(0, best)
             if layered is not None:
@@ -409,34 +400,34 @@ class Attributor:
         return check_damping(damping)
 
     def queries(self, queries: Any) -> list[Query]:
-        """What `score` takes, as a list of `Query`."""
+        """The argument `queries` of `score` as a list of `Query`."""
         return as_queries(queries, self.data.collate, self.show)
 
     def show(self, batch: Any) -> list[Shown]:
-        """What a person sees of the examples of a batch."""
+        """How to display the examples of a batch."""
         if self.task is not None and self.task.show is not None:
             return self.task.show(batch)
         return [show_example(batch)]
 
     def projected_scores(self, queries: Sequence[Query], dim: int, **settings: Any) -> Tensor:
-        """Scores [Q, N] of a store with these settings of `build`, computed without one."""
+        """Scores [Q, N] as a store with these settings of `build` would give them."""
         settings = {"seed": 0, "damping": DAMPING, **settings, "dim": dim}
         return self._store_scorer().computed_scores(settings, queries, range(len(self.data)))
 
     def self_influence(self, damping: float | None = None, store: bool | None = None) -> Tensor:
-        """⟨∇, H⁻¹∇⟩ of every training example, [N]: large for what is rare or mislabelled.
+        """⟨∇, H⁻¹∇⟩ of every training example, [N]; large for rare and mislabelled examples.
 
-        A store has it as the squared lengths of its rows; else it takes a pass.
+        With a store these are the squared norms of its rows, otherwise it takes a pass.
         """
         use_store = self.folder.stage("build") is not None if store is None else store
         damping = self._damping(damping, use_store)
         if use_store:
-            return self._store_scorer().self_influence(self.store, self.budget.limit // 4)
+            return self._store_scorer().stored_self_influence(self.store, self.budget.limit // 4)
         self.memory_plan().check()
         return self.exact.self_influence(damping)
 
     def report(self, path: str | Path | None = None) -> Path:
-        """Write a page of all scores of the run; it needs neither the model nor the data."""
+        """Write an HTML page of all scores of the run, and return its path."""
         from isokron.report.attribution import write_report
 
         return write_report(self.folder.path, None if path is None else Path(path))

@@ -1,4 +1,4 @@
-"""Training data of any kind, read by number, in batches of similar length."""
+"""Training data of any kind, read by index, in batches of similar length."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,22 +16,22 @@ from isokron.distributed import Ranks
 from isokron.tasks import Examples, Shown
 from isokron.training import Progress, silent
 
-NUMBERS = 2048  # tokens, or other numbers, that go through the model in one batch
-DEFAULT_BATCH = 8  # examples, where their size is not known
+NUMBERS = 2048  # tokens, or other numbers, in a batch
+DEFAULT_BATCH = 8  # examples in a batch if their size is unknown
 
 
 class Data:
-    """Examples by number.
+    """Examples that are read by index.
 
     Args:
         source: `isokron.tasks.Examples`, a map-style Dataset, a DataLoader (its data set and
             collate function, in the data set's order), a list of tuples or dicts, or a
             `datasets.Dataset`.
-        collate: makes a batch of a list of examples; default: the DataLoader's, or torch's.
-        batch_size: examples in a batch; default: the DataLoader's, or as many as hold 2,048 tokens.
-        lengths: tokens of every example; batches then hold examples of similar length.
-        ids: a name for every example; default: its number.
-        examples: use only so many examples, evenly spaced.
+        collate: list of examples → batch; default: the DataLoader's, or torch's.
+        batch_size: examples in a batch; default: the DataLoader's, or 2,048 tokens.
+        lengths: tokens of every example, to batch examples of similar length.
+        ids: a name for every example; default: its index.
+        examples: use only this many examples, evenly spaced.
     """
 
     def __init__(
@@ -51,22 +51,20 @@ class Data:
         indexed = hasattr(source, "__getitem__") and not isinstance(source, IterableDataset)
         if not indexed and not isinstance(source, Examples):
             raise ValueError(
-                "train_set must be read by number (a map-style Dataset, a list, a DataLoader "
+                "train_set must be readable by index (a map-style Dataset, a list, a DataLoader "
                 f"over one), got {type(source).__name__}; make a list of it: list(data)"
             )
         if batch_size is not None and batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         total = len(source)
         if not total:
-            raise ValueError("train_set must hold at least one example, got none")
-        if len(ids) not in (0, total):
-            raise ValueError(
-                f"ids must name each of the {total} examples, got {len(ids)}; leave them out and "
-                "examples are numbered"
-            )
-        if len(set(ids)) < len(ids):
-            raise ValueError("ids must differ, got some twice; leave them out to number examples")
+            raise ValueError("train_set must have at least one example, got none")
         ids = [str(name) for name in (ids if len(ids) else range(total))]
+        if len(ids) != total or len(set(ids)) < total:
+            raise ValueError(
+                f"ids must be {total} different names, one per example, got {len(ids)} of which "
+                f"{len(set(ids))} differ; leave them out to number the examples"
+            )
         if examples is not None:
             if not 1 <= examples <= total:
                 raise ValueError(
@@ -81,20 +79,20 @@ class Data:
                 source = Subset(source, numbers)
         self.source, self.collate = source, collate or default_collate
         self.size, self.lengths, self.ids = batch_size, lengths, ids
-        # of a batch at most; the memory plan lowers it where memory is short
+        # maximum of a batch; the memory plan lowers it if memory is short
         self.tokens = NUMBERS
 
     def __len__(self) -> int:
         return len(self.source)
 
     def batch(self, numbers: Sequence[int]) -> Any:
-        """The examples of these numbers as one batch."""
+        """These examples as one batch."""
         if isinstance(self.source, Examples):
             return self.source.batch(torch.tensor(list(numbers)))
         return self.collate([self.source[number] for number in numbers])
 
     def plan(self, numbers: Sequence[int] | None = None) -> list[list[int]]:
-        """The numbers in batches: by length where lengths are known, so that few are padding."""
+        """The indices of each batch; sorted by length if lengths are known, to reduce padding."""
         order = list(range(len(self)) if numbers is None else numbers)
         lengths = self.lengths
         if lengths is None:
@@ -105,7 +103,7 @@ class Data:
         order.sort(key=lambda number: (lengths[number], number))
         batches: list[list[int]] = []
         for number in order:
-            # the last of a batch is the longest: all others are padded to it
+            # the last example of a batch is the longest, and the others are padded to it
             last = batches[-1] if batches else []
             full = self.size is not None and len(last) >= self.size
             if not last or full or (len(last) + 1) * lengths[number] > self.tokens:
@@ -115,15 +113,13 @@ class Data:
 
     def longest(self) -> list[int]:
         """The batch that needs most memory."""
-        lengths = self.lengths
-        batches = self.plan()
+        lengths, batches = self.lengths, self.plan()
         if lengths is None:
             return batches[0]
         return max(batches, key=lambda batch: len(batch) * max(lengths[n] for n in batch))
 
     def digest(self) -> str:
-        """A hash of the names, and of all examples as they are read."""
-        # a run must not go on with other examples: scores are stored by number
+        """A hash of the names and of all examples, since scores are stored by index."""
         total = hashlib.sha256("\0".join(self.ids).encode())
         if isinstance(self.source, Examples):
             update_hash(total, self.source.tensors)
@@ -135,7 +131,7 @@ class Data:
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """What is explained: a trained model, its layers, its loss and its training data."""
+    """A trained model with its layers, loss and training data."""
 
     model: nn.Module
     layers: list[Layer]
@@ -150,13 +146,13 @@ class Subject:
         return to_device(self.data.batch(numbers), self.device)
 
     def batches(self, plan: list[list[int]], stage: str | None = None) -> "Batches":
-        """The batches of a plan; a stage shows its progress."""
+        """The batches of a plan. stage: name under which progress is shown."""
         return Batches(self, plan, stage)
 
 
 @dataclass(frozen=True, eq=False)
 class Batches:
-    """Batches of training examples on a device, to be gone over any number of times."""
+    """Batches of training examples on a device; can be iterated any number of times."""
 
     subject: Subject
     numbers: list[list[int]]
@@ -179,13 +175,13 @@ class Batches:
 
 
 def spread(total: int, count: int) -> list[int]:
-    """Numbers of `count` of `total` examples, evenly spaced."""
+    """Indices of `count` of `total` examples, evenly spaced."""
     return [number * total // count for number in range(count)]
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """A batch with all its tensors on the device."""
-    # transformers' BatchEncoding has a `to` of its own; other mappings may be of any class
+    # transformers' BatchEncoding has a `to` method; other mappings may be of any class
     if isinstance(batch, Mapping) and not hasattr(batch, "to"):
         moved = {key: to_device(value, device) for key, value in batch.items()}
         return moved if type(batch) is dict else type(batch)(moved)  # type: ignore[call-arg]
@@ -193,7 +189,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def size_of(batch: Any) -> int:
-    """Numbers, such as tokens, of the largest tensor of a batch."""
+    """Number of elements, such as tokens, of the largest tensor of a batch."""
     leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
     return max([1, *(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor))])
 
@@ -210,7 +206,7 @@ def show_example(batch: Any) -> Shown:
     }
     texts = [value for value in values.values() if isinstance(value, str)]
     images = [image for value in values.values() if (image := _image(value)) is not None]
-    # of an example (input, label) the second field
+    # of a pair (input, label), the second
     label = values.get("label", values.get("labels", values.get(1)))
     label = label.item() if isinstance(label, Tensor) and label.ndim == 0 else label
     return Shown(
@@ -221,7 +217,7 @@ def show_example(batch: Any) -> Shown:
 
 
 def _image(value: Any) -> Tensor | None:
-    """uint8 [h, w] or [h, w, 3] of a floating image, scaled to its own range."""
+    """A floating-point image as uint8 [h, w] or [h, w, 3], scaled to its range."""
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return None
     if value.ndim == 3 and value.size(0) in (1, 3):
@@ -234,14 +230,14 @@ def _image(value: Any) -> Tensor | None:
 
 
 def hash_of(value: Any) -> str:
-    """SHA-256 of all that `update_hash` adds."""
+    """SHA-256 of tensors in any nesting; see `update_hash`."""
     total = hashlib.sha256()
     update_hash(total, value)
     return total.hexdigest()
 
 
 def update_hash(total: Any, value: Any) -> None:
-    """Add a batch, or a value of an example, to a hash: types, shapes and bytes."""
+    """Add types, shapes and bytes of a batch, or of a value in it, to a hash."""
     if isinstance(value, Tensor):
         total.update(f"{value.dtype} {tuple(value.shape)} ".encode())
         flat = value.detach().cpu().contiguous().flatten()

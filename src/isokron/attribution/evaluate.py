@@ -1,7 +1,8 @@
-"""How far scores can be trusted: retrained models, wrong labels, and projections against none.
+"""Measure the quality of scores: retrained models, flipped labels, and projected against exact.
 
-The linear datamodelling score (LDS, Park et al. 2303.14186) of a query is Spearman's ρ, over random
-subsets of the training examples, of what scores predict and what a model trained on a subset does:
+The linear datamodelling score (LDS, Park et al. 2303.14186) of a query is Spearman's ρ over random
+subsets of the training examples, between the prediction of the scores and the loss of a model that
+was trained on the subset:
 
     ρ( Σ_{t in subset} score(q, t),  −loss_q(subset) )
 
@@ -9,7 +10,7 @@ subsets/00000-0.json  losses of every retrained model, one file each
 mislabelled.json      how well self-influence and losses find flipped labels
 evaluation.json       the results
 
-Files are written complete: what was killed goes on where it was, and ends with the same bytes.
+An evaluation that was killed continues from its files, and ends with the same bytes.
 """
 
 import hashlib
@@ -26,8 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from isokron.attribution.queries import Query
-from isokron.attribution.run_folder import check_same
-from isokron.files import write_atomically
+from isokron.files import check_same, write_json
 from isokron.tasks import Batch, Examples, Shown, Task
 from isokron.training import Progress, digest, silent
 
@@ -40,8 +40,10 @@ Train = Callable[[Task, Tensor, int], nn.Module]
 
 @dataclass(frozen=True)
 class Noise:
-    """Of projected scores against exact ones. `spearman`: mean over queries; `standard_error`: of a
-    score, one a query; `sample`: examples that were compared."""
+    """Projected scores compared with exact ones on a sample of examples.
+
+    spearman: mean over queries. standard_error: of a score, for each query. sample: its size.
+    """
 
     spearman: float
     standard_error: list[float]
@@ -49,24 +51,24 @@ class Noise:
 
 
 def noise(exact: Tensor, projected: Tensor) -> Noise:
-    """The noise of projected scores, measured on a sample of examples. [Q, n], [Q, n]"""
+    """The noise of projected scores. exact, projected: [Q, n]"""
     residual = (projected.cpu().double() - exact.cpu().double()).square().mean(1).sqrt()
     return Noise(float(spearman(exact, projected).mean()), residual.tolist(), exact.size(1))
 
 
 def ranks(values: Tensor) -> Tensor:
-    """Places in ascending order from 0, the mean of theirs for equals. [..., n], float64"""
+    """Ranks in ascending order from 0, averaged over ties. [..., n], float64"""
     values = values.detach().cpu().double().contiguous()
     if bool(values.isnan().any()):
-        raise ValueError("NaN has no rank; look for where the scores or losses come from")
-    # equals take the places from `first` to `last`
+        raise ValueError("NaN has no rank; check where the scores or losses come from")
+    # equal values have the ranks from `first` to `last` − 1
     ordered = values.sort(-1).values
     first, last = (torch.searchsorted(ordered, values, right=right) for right in (False, True))
     return (first + last - 1).double() / 2
 
 
 def spearman(x: Tensor, y: Tensor) -> Tensor:
-    """Correlation of ranks along the last dimension, [..., n] → [...]; 0 where one is constant."""
+    """Rank correlation along the last dimension, [..., n] → [...]; 0 where one is constant."""
     x, y = (ranks(values) for values in (x, y))
     x, y = (values - values.mean(-1, keepdim=True) for values in (x, y))
     lengths = (x.square().sum(-1) * y.square().sum(-1)).sqrt()
@@ -74,16 +76,15 @@ def spearman(x: Tensor, y: Tensor) -> Tensor:
 
 
 def mislabel_auc(scores: Tensor, flipped: Tensor) -> float:
-    """How likely a flipped example has a larger score, such as self-influence or loss, than one
-    that is right, half for equals. [n], [n]"""
+    """Area under the ROC curve of finding flipped labels by a score. scores, flipped: [n]"""
     wrong, right = int(flipped.sum()), int((~flipped).sum())
-    # Mann–Whitney: the ranks of the flipped, less those they have among themselves
+    # Mann–Whitney: the ranks of the flipped examples, less their ranks among themselves
     above = float(ranks(scores)[flipped.cpu()].sum()) - wrong * (wrong - 1) / 2
     return above / (wrong * right)
 
 
 def lds_by_query(scores: Tensor, members: Tensor, losses: Tensor) -> Tensor:
-    """The LDS of scores [Q, N] for every query: [Q]; 0 where nothing differs between subsets.
+    """The LDS of scores [Q, N] for every query: [Q]
 
     members: [K, N], the examples of every subset; losses: [K, Q], of models trained on them.
     """
@@ -91,7 +92,7 @@ def lds_by_query(scores: Tensor, members: Tensor, losses: Tensor) -> Tensor:
 
 
 def subsets(count: int, examples: int, fraction: float = 0.5, seed: int = 0) -> Tensor:
-    """Random subsets [count, examples], each of that fraction."""
+    """Random subsets of a fraction of the examples: booleans [count, examples]"""
     size = round(fraction * examples)
     if count < 1 or not 0 < size < examples:
         raise ValueError(
@@ -99,7 +100,7 @@ def subsets(count: int, examples: int, fraction: float = 0.5, seed: int = 0) -> 
             f"{examples} examples in and some out, got {count} and {fraction}"
         )
     members = torch.zeros(count, examples, dtype=torch.bool)
-    # a seed for each, so that a larger count keeps the models that were trained
+    # a seed per subset, so that a larger count keeps the models trained so far
     for k in range(count):
         generator = torch.Generator().manual_seed(_seed_of("subset", seed, k))
         members[k, torch.randperm(examples, generator=generator)[:size]] = True
@@ -120,15 +121,14 @@ def retrain(
     """Losses [K, Q] of queries, in float64, under models trained on K subsets of the examples.
 
     Args:
-        folder: of the results; what is there is not computed again, and refused if it is of other
-            subsets or queries.
+        folder: for the results; models that are in it are not trained again.
         task: its first N training examples are used.
         train: (task, indices, seed) → trained model.
         members: [K, N], booleans.
         queries: batches of any number of examples each.
-        repeats: models of a subset, each with a seed of its own, whose losses are averaged.
-        seed: of all models.
-        progress: told how many models are done, of how many.
+        repeats: models per subset, with different seeds, whose losses are averaged.
+        seed: random seed of all models.
+        progress: called with the number of models done and their total.
     """
     folder.mkdir(parents=True, exist_ok=True)
     asked = digest([tensor for batch in queries for tensor in batch])
@@ -136,9 +136,9 @@ def retrain(
     for number in range(total):
         progress("retrain", number, total)
         k, repeat = divmod(number, repeats)
-        own_seed = _seed_of("model", seed, k, repeat)
-        settings = {"seed": own_seed, "queries": asked, "examples": digest([members[k]])}
-        compute = partial(_losses, task, train, members[k], queries, own_seed)
+        model_seed = _seed_of("model", seed, k, repeat)
+        settings = {"seed": model_seed, "queries": asked, "examples": digest([members[k]])}
+        compute = partial(_losses, task, train, members[k], queries, model_seed)
         losses.append(_computed_once(folder / f"{k:05d}-{repeat}.json", settings, compute))
     progress("retrain", total, total)
     return torch.tensor(losses, dtype=torch.float64).unflatten(0, (-1, repeats)).mean(1)
@@ -148,7 +148,7 @@ def retrain(
 def _losses(
     task: Task, train: Train, members: Tensor, queries: Sequence[Batch], seed: int
 ) -> list[float]:
-    """Of all queries, under a model trained on these examples."""
+    """Losses of all queries under a model trained on these examples."""
     model = _trained(task, train, members.nonzero()[:, 0], seed)
     device = next(model.parameters()).device
     batches = [tuple(part.to(device) for part in batch) for batch in queries]
@@ -163,9 +163,9 @@ def _losses(
 
 
 def with_flipped_labels(task: Task, fraction: float, seed: int) -> tuple[Task, Tensor]:
-    """The task with a fraction of its training labels changed, and which they are: [N].
+    """The task with a fraction of its training labels replaced by random other ones.
 
-    Another of the labels that occur is drawn for each, all as likely. Evaluation keeps its own.
+    Also returns which labels differ: [N]
     """
     column = label_column(task)
     if column is None:
@@ -191,7 +191,7 @@ def with_flipped_labels(task: Task, fraction: float, seed: int) -> tuple[Task, T
 
 
 def label_column(task: Task) -> int | None:
-    """Which tensor of the examples is their class, by asking an untrained model for its targets."""
+    """The index of the tensor with the labels, found by comparing with the targets of `logits`."""
     if task.logits is None:
         return None
     batch = task.train.batch(torch.arange(min(8, len(task.train))))
@@ -216,19 +216,19 @@ def evaluate(
     seed: int = 0,
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    """Measure how far the scores of a run on a task can be trusted, and write it into its folder.
+    """Measure how well a run's scores predict retraining, and write the result into its folder.
 
     Args:
-        attributor: with a task and a fitted curvature.
-        train: (task, indices, seed) → a new model, trained as the one that was scored.
-        queries: the first so many evaluation examples are asked for.
-        models: random subsets to retrain on.
-        fraction: part of the examples in a subset.
+        attributor: a run with a task and a fitted curvature.
+        train: (task, indices, seed) → a new model, trained like the one that was scored.
+        queries: number of evaluation examples to score.
+        models: number of random subsets to retrain on.
+        fraction: fraction of the examples in a subset.
         dims: dimensions of stores whose scores are compared with exact ones.
-        flipped: part of the labels that is made wrong; 0, and tasks without labels, leave it out.
-        damping: of H, as a multiple of each layer's mean eigenvalue.
-        seed: of everything random.
-        progress: told of every stage.
+        flipped: fraction of labels to flip; 0 skips this, and so do tasks without labels.
+        damping: damping of H, as a multiple of each layer's mean eigenvalue.
+        seed: random seed.
+        progress: called with the stage, the models done and their number.
     """
     a, task, stage = attributor, attributor.task, attributor.folder.stage("fit")
     if task is None or stage is None:
@@ -239,17 +239,15 @@ def evaluate(
     size = min(task.batch_size, len(a.data))
     examples = Examples(a.data.batch(range(len(a.data))))
     scored = replace(task, train=examples, ids=a.data.ids, lengths=None, batch_size=size)
-    # what can fail at once comes before the hours of retraining
+    # scores come first, so that errors show up before the hours of retraining
     members = subsets(models, len(examples), fraction, seed)
     batches = [task.held_out.batch(torch.tensor([number])) for number in range(queries)]
     asked = [Query(batch, (Shown(),), "") for batch in batches]
     gradients_only = replace(a.exact, inverse=lambda damping: None)
     block = a.memory_plan(queries=asked).block
     exact = a.exact.scores(asked, damping, block=block).scores
-    scores = {
-        "gradients": gradients_only.scores(asked, damping, block=block).scores,
-        stage["method"]: exact,
-    }
+    gradients = gradients_only.scores(asked, damping, block=block).scores
+    scores = {"gradients": gradients, stage["method"]: exact}
     by_dim = {
         str(dim): float(spearman(a.projected_scores(asked, dim, damping=damping), exact).mean())
         for dim in dims
@@ -270,15 +268,14 @@ def evaluate(
         **{"examples": len(examples), "queries": queries},
         **{"lds": lds, "projected": by_dim, "mislabelled": aucs},
     }
-    content = json.dumps(results, indent=1, ensure_ascii=False).encode()
-    write_atomically(folder / "evaluation.json", [content, b"\n"])
+    write_json(folder / "evaluation.json", results)
     return results
 
 
 def _mislabelled(
     a: "Attributor", task: Task, train: Train, fraction: float, damping: float, seed: int
 ) -> dict[str, float]:
-    """AUCs of self-influence and of losses for a model trained where labels are flipped."""
+    """AUCs of self-influence and of losses for a model that was trained on flipped labels."""
     wrong, flipped = with_flipped_labels(task, fraction, _seed_of("flipped", seed))
     everything = torch.arange(len(wrong.train))
     model = _trained(wrong, train, everything, _seed_of("mislabelled", seed))
@@ -296,14 +293,14 @@ def _mislabelled(
 
 
 def _computed_once(path: Path, settings: Mapping[str, Any], compute: Callable[[], Any]) -> Any:
-    """A result from its file, which must be of the same settings, or computed and written."""
+    """The result in a file, which must have the same settings; else it is computed and written."""
     if path.exists():
         record = json.loads(path.read_text(encoding="utf-8"))
         result = record.pop("result")
         check_same(path, "evaluation", record, settings)
         return result
     result = compute()
-    write_atomically(path, [json.dumps({**settings, "result": result}, indent=1).encode(), b"\n"])
+    write_json(path, {**settings, "result": result})
     return result
 
 
@@ -314,8 +311,8 @@ def _summary(values: Tensor) -> dict[str, float]:
 
 
 def _trained(task: Task, train: Train, examples: Tensor, seed: int) -> nn.Module:
-    """What `train` gives, with torch's own generator seeded too, and left as it was."""
-    # the caller's random numbers must not depend on which models were in their files already
+    """A trained model; torch's generator is seeded for it and restored afterwards."""
+    # the caller's random numbers must not depend on how many models were read from files
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(seed)
         model = train(task, examples, seed)
@@ -325,6 +322,6 @@ def _trained(task: Task, train: Train, examples: Tensor, seed: int) -> nn.Module
 
 
 def _seed_of(*names: str | int) -> int:
-    """A seed for a thing of this name, unlike any other's: 63 bits of SHA-256."""
+    """A seed derived from names: 63 bits of their SHA-256."""
     digest = hashlib.sha256(json.dumps(names).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1

@@ -1,4 +1,4 @@
-"""How much memory a run needs, computed before its first pass."""
+"""Memory that a run needs, computed before its first pass."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -17,24 +17,24 @@ from isokron.curvature.layers import Layer
 from isokron.curvature.losses import Likelihood
 from isokron.curvature.statistics import Uses
 from isokron.distributed import Ranks
+from isokron.report.render import memory
 
-# copies of a layer's inputs and outputs: those of the graph, and gradients or float32 copies
-ACTIVATIONS = 2
+ACTIVATIONS = 2  # copies of inputs and outputs: in the graph, and as gradients or in float32
 LOGITS = 3  # logits, their softmax and their gradient
-LEAST = 64  # tokens of a batch, however short memory is
+LEAST = 64  # minimum number of tokens in a batch
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes that a run takes beside what the process holds already.
+    """Bytes that a run needs in addition to what the process uses already.
 
     parts: statistics and decompositions of the curvature, activations of the largest batch, and
-    the gradients of one block of queries, which are scored in one pass.
+    gradients of the queries of one pass. block: number of these queries.
     """
 
     limit: int
     parts: dict[str, int]
-    block: int  # queries
+    block: int
 
     @property
     def peak(self) -> int:
@@ -42,11 +42,11 @@ class MemoryPlan:
 
     def summary(self) -> str:
         """One line for the terminal."""
-        listed = ", ".join(f"{name} {readable(size)}" for name, size in self.parts.items())
-        return f"memory: peak {readable(self.peak)} of {readable(self.limit)} ({listed})"
+        listed = ", ".join(f"{name} {memory(size)}" for name, size in self.parts.items())
+        return f"memory: peak {memory(self.peak)} of {memory(self.limit)} ({listed})"
 
     def check(self) -> None:
-        """Refuse a plan that does not fit, before any work."""
+        """Refuse a plan that exceeds the limit."""
         if self.peak > self.limit:
             raise ValueError(
                 f"{self.summary()}: that does not fit; give more --memory, leave large layers out "
@@ -56,28 +56,31 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class Probe:
-    """What one example does in the model. size: its tokens, or other numbers."""
+    """Sizes measured on one example.
+
+    size: tokens, or other numbers. positions: by layer. outputs: elements of the largest output.
+    """
 
     size: int
-    positions: dict[str, int]  # by layer
-    outputs: int  # numbers of the largest output
+    positions: dict[str, int]
+    outputs: int
 
     def of(self, layer: str) -> int:
-        # an example may have no gradient at a layer, as at an expert without a token
+        # an example may not use a layer, such as an expert
         return self.positions.get(layer, self.size)
 
 
 class Budget:
-    """What the stages of a run need, within a limit that is fixed when it begins."""
+    """Plans the memory of a run within a limit, by default half of the free memory."""
 
-    def __init__(self, subject: Subject, lowrank: Sequence[str], memory: int | None) -> None:
-        if memory is not None and (isinstance(memory, str) or memory < 1):
-            raise ValueError(f"memory must be a number of bytes, such as 2 * 2**30, got {memory!r}")
+    def __init__(self, subject: Subject, lowrank: Sequence[str], limit: int | None) -> None:
+        if limit is not None and (isinstance(limit, str) or limit < 1):
+            raise ValueError(f"memory must be a number of bytes, such as 2 * 2**30, got {limit!r}")
         self.subject, self.lowrank = subject, lowrank
-        self.limit = _default_limit(subject.device, subject.ranks) if memory is None else memory
+        self.limit = _default_limit(subject.device, subject.ranks) if limit is None else limit
 
     def plan(self, method: str, queries: Sequence[Query] = ()) -> MemoryPlan:
-        """For curvature of this method and for these queries."""
+        """The memory of a run with this curvature and these queries."""
         layers, data, probe = self.subject.layers, self.subject.data, self.probe
         terms = min(MAX_TERMS, self._terms(range(len(data))))
         planned = planned_bytes(layers, method, lowrank=self.lowrank, terms=terms)
@@ -86,20 +89,20 @@ class Budget:
             probe.of(layer.name) * layer.shape[0] * sum(layer.shape[1:]) for layer in layers
         )
         example = 4 * (ACTIVATIONS * numbers + LOGITS * probe.outputs)
-        # smaller batches where those of the default size would take most of the memory
+        # batches become smaller if they would take most of the memory
         while len(data.longest()) * example > self.limit // 3 and data.tokens > LEAST:
             data.tokens //= 2
         parts["activations"] = len(data.longest()) * example
         longest = max((size_of(query.batch) for query in queries), default=probe.size)
-        # the eigenvalues of EK-FAC are no product: its H⁻¹∇ has no rank-one terms
+        # under EK-FAC, whose eigenvalues are no Kronecker product, H⁻¹∇ is not of low rank
         query = self._query_bytes(longest / probe.size, dense=method == "ekfac")
-        # as many queries to a pass as half of what is left holds, and one at least
+        # queries of a pass use half of the remaining memory
         block = (self.limit - sum(parts.values())) // 2 // max(1, query)
         block = max(1, min(len(queries), block))
         return MemoryPlan(self.limit, {**parts, "queries": block * query}, block)
 
     def _query_bytes(self, length: float, dense: bool) -> int:
-        """Of H⁻¹∇ of a query `length` times as long as the probed example."""
+        """Bytes of H⁻¹∇ of a query `length` times as long as the probed example."""
         total = 0
         for layer in self.subject.layers:
             blocks, outputs, inputs = layer.shape
@@ -109,25 +112,25 @@ class Budget:
             elif dense:
                 size = outputs * inputs
             else:
-                # many terms may become matrices that take some more
+                # many terms are replaced by matrices, which may be larger
                 size = min(SLACK * positions * (outputs + inputs), outputs * inputs)
             total += 4 * blocks * size
         return total
 
     def _terms(self, numbers: Iterable[int]) -> int:
-        """Loss terms of some examples, at most."""
+        """An upper bound on the loss terms of some examples."""
         lengths = self.subject.data.lengths
         one = max((self.probe.of(name) for name in self.lowrank), default=1)
         return sum(one if lengths is None else lengths[number] for number in numbers)
 
     def check_head(self, numbers: Sequence[int]) -> None:
-        """Refuse more gradients of a low-rank head than are kept."""
+        """Refuse more loss terms than a low-rank head can store gradients for."""
         terms = self._terms(numbers)
         if self.lowrank and terms > MAX_TERMS:
             fewer = max(1, len(numbers) * MAX_TERMS // terms)
             raise ValueError(
-                f"head='lowrank' keeps the gradient of every loss term, and there are {terms:,} "
-                f"loss terms, more than {MAX_TERMS:,}; give fewer examples to fit (--fit-examples "
+                f"head='lowrank' stores the gradient of every loss term, and there are {terms:,} "
+                f"loss terms, more than {MAX_TERMS:,}; fit to fewer examples (--fit-examples "
                 f"{fewer}), or leave the head out"
             )
 
@@ -142,7 +145,7 @@ class Budget:
             sizes.append(uses.grads.numel())
 
         gradient_passes(subject, [batch]).over(fold, check=False)
-        # a head that is left out has logits all the same
+        # also if the head is left out
         if isinstance(subject.loss, Likelihood):
             with unchanged(subject.model), torch.no_grad():
                 sizes.append(subject.loss.forward(subject.model, batch)[0].numel())
@@ -150,10 +153,10 @@ class Budget:
 
 
 def _default_limit(device: torch.device, ranks: Ranks | None) -> int:
-    """Half of what is free; the same on all ranks, whose blocks of queries depend on it."""
+    """Half of the free memory; the same on all ranks, which must score equal blocks of queries."""
     if ranks is None:
         return available_bytes(device) // 2
-    # ranks on one machine share its memory; those of several machines use less than they could
+    # as if all ranks were on one machine, whose memory they share
     least = min(int(text) for text in ranks.gather_text(str(available_bytes(device))))
     return least // (2 * ranks.size)
 
@@ -168,12 +171,3 @@ def available_bytes(device: torch.device) -> int:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
-
-
-def readable(size: float) -> str:
-    """1536 → 1.5 KiB"""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.3g} {unit}"
-        size /= 1024
-    return f"{size:.3g} TiB"

@@ -1,17 +1,17 @@
-"""Gradients of examples as short rows of numbers: whitened by the curvature, then folded.
+"""Projection of gradients: whitened by the curvature, then folded into short rows.
 
-A layer's gradient ∇ = Σ_s g̃āᵀ becomes W, for which ⟨W_q, W_t⟩ = ⟨∇_q, H⁻¹∇_t⟩:
+A layer's gradient ∇ = Σ_s g̃āᵀ is whitened to W, such that ⟨W_q, W_t⟩ = ⟨∇_q, H⁻¹∇_t⟩:
 
     no curvature           W = ∇
     K-FAC, TKFAC, Shampoo  W = L_G⁻¹ ∇ L_A⁻ᵀ              L_G, L_A: Cholesky factors of damped sides
     EK-FAC                 W = (Λ + λ)^(−½) ⊙ Q_Gᵀ∇Q_A
 
-and W [o, i] becomes D numbers: entry (r, c), times random signs s_r s_c, is added to number
-(r·i + c) mod D. Products of rows estimate ⟨W_q, W_t⟩ without bias, since signs of two entries that
-meet in one number are independent, and with a standard error of about |W_q||W_t|/√D. D and i have
-no common divisor, so that entries of one row, or of one column, meet as rarely as any others.
-A count sketch (Charikar et al. 2002) with the signs and places of a tensor sketch (Pham & Pagh
-2013); a random matrix for either side, as is usual, has a larger error where ∇ is of low rank.
+and W [o, i] is folded to D numbers: entry (r, c), times random signs s_r s_c, is added to number
+(r·i + c) mod D. Products of rows estimate ⟨W_q, W_t⟩ without bias, since the signs of two entries
+that are added are independent, and with a standard error of about |W_q||W_t|/√D. D and i have no
+common divisor, so that entries of one row or column collide no more often than any others. This is
+a count sketch (Charikar et al. 2002) with the signs and indices of a tensor sketch (Pham & Pagh
+2013). The usual random matrix for either side has a larger error if ∇ is of low rank.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ from isokron.curvature.statistics import Uses
 from isokron.linalg import eigh
 from isokron.operators import CholeskyInverse, Factor, Kron, KronEigen
 
-# Version of the mapping from (seed, layer) to signs and places: stores are bound to it.
+# version of the mapping from (seed, layer) to signs and indices; recorded in every store
 GENERATOR = "shake-256 fold v1"
 LEAST_DIM = 16
 
@@ -50,7 +50,7 @@ def signs(seed: int, layer: str, side: str, size: int) -> Tensor:
 
 
 def width(layer: Layer, dim: int) -> int:
-    """D: numbers of a layer's part of a row, dim² or a little less, or all of a small layer."""
+    """D, the width of a layer in a row: dim² or slightly less, or the size of a small layer."""
     blocks, outputs, inputs = layer.shape
     limit = dim * dim
     if blocks * outputs * inputs <= limit:
@@ -73,12 +73,13 @@ class Encoder:
     scale: Tensor | None = None
 
     def rows(self, uses: Uses) -> Tensor:
-        """Of every example of a batch: [N, D]"""
+        """Rows of the examples of a batch: [N, D]"""
         if uses.kind == "diagonal":  # the sides of a norm are its parameters and their entries
             signed = gradient(self.layer, uses) * self.left[..., None] * self.right[:, None]
             return self._folded(signed)
-        # the rows of all positions are turned, which are smaller than the gradients they make
-        grads, inputs = _turned(uses.grads, self.left), _turned(uses.written().inputs, self.right)
+        # whitened by position, since positions are smaller than the gradients
+        grads = _times(uses.grads, self.left)
+        inputs = _times(uses.written().inputs, self.right)
         step = max(1, CHUNK // self.layer.parameters)
         pairs = zip(grads.split(step, 1), inputs.split(step, 1), strict=True)
         return torch.cat([self._folded((g.mT @ a).movedim(0, 1)) for g, a in pairs])
@@ -92,8 +93,8 @@ class Encoder:
         return rows
 
 
-def _turned(rows: Tensor, side: Tensor) -> Tensor:
-    """XMᵀ in one product a block. [B, N, S, d], M [B, d, d] or its diagonal → [B, N, S, d]"""
+def _times(rows: Tensor, side: Tensor) -> Tensor:
+    """XMᵀ, with one product per block. X [B, N, S, d], M [B, d, d] or its diagonal [B, d]"""
     if side.ndim == 2:
         return rows * side[:, None, None]
     return (rows.flatten(1, 2) @ side.mT).unflatten(1, rows.shape[1:3])
@@ -107,7 +108,7 @@ def encoders(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, Encoder]:
-    """How the gradients of each layer become rows; `inverse`: the damped H⁻¹, None for I."""
+    """An encoder for each layer. inverse: the damped H⁻¹, None for the identity."""
     by_name = {}
     for layer in layers:
         blocks, outputs, inputs = layer.shape
@@ -127,7 +128,7 @@ def _signed(side_signs: Tensor, matrix: Tensor | None) -> Tensor:
 
 
 def _whitening(inverse: Kron | KronEigen) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """L, R and scale, of which H⁻¹ is the square."""
+    """L, R and scale of a whitening W = scale ⊙ L∇Rᵀ with WᵀW = H⁻¹."""
     if isinstance(inverse, KronEigen):
         left, right = (None if basis is None else basis.mT for basis in inverse.bases)
         return left, right, inverse.eigenvalues.clamp_min(0).sqrt()
@@ -136,11 +137,11 @@ def _whitening(inverse: Kron | KronEigen) -> tuple[Tensor | None, Tensor | None,
 
 
 def _half(factor: Factor) -> Tensor:
-    """M with MᵀM = the factor: [B, n, n]"""
+    """M with MᵀM equal to the factor: [B, n, n]"""
     if isinstance(factor, CholeskyInverse):
         identity = torch.eye(factor.lower.size(-1)).to(factor.lower)
         return torch.linalg.solve_triangular(factor.lower, identity, upper=False)
-    # zero for blocks that saw no gradient, and so without a Cholesky factor
+    # blocks without a gradient are 0 and have no Cholesky factor
     values, vectors = eigh(factor.to_dense())
     return values.clamp_min(0).sqrt()[..., None] * vectors.mT
 
@@ -152,10 +153,10 @@ def collect(
     by_name: dict[str, Encoder],
     take: Take,
 ) -> None:
-    """Give the rows of every batch, and the losses of its examples, to `take`."""
+    """Call `take` with the rows of every batch and the losses of its examples."""
     parts: dict[str, Tensor] = {}
     layers = [encoder.layer for encoder in by_name.values()]
-    # models of less precision are computed in that of the encoders
+    # half-precision models are computed in the precision of the encoders
     dtype = next(iter(by_name.values())).left.dtype
     passes = Passes(model, batches, loss, layers, dtype=dtype, weighting="linear")
 
@@ -165,7 +166,7 @@ def collect(
         parts[layer.name] = rows if earlier is None else earlier + rows
 
     def after() -> None:
-        # a batch may use none of a layer, as of an expert: its part of the rows is 0
+        # a batch may not use a layer, such as an expert: its columns are 0
         zeros = passes.losses.new_zeros(len(passes.losses), 1, dtype=dtype)
         rows = [
             parts.get(name, zeros.expand(-1, encoder.width)) for name, encoder in by_name.items()
@@ -183,9 +184,9 @@ def choose_dim(
     measure: Callable[[int], float],
     least: float,
 ) -> int | None:
-    """A small power of two from 16 on whose measured Spearman is at least `least`.
+    """A small power of two, at least 16, whose measured Spearman is at least `least`.
 
-    `memory`: bytes of a store of so many examples. None where no store within it is good enough.
+    memory: limit of the store, in bytes. None if no store within it is good enough.
     """
     largest = max(layer.parameters for layer in layers)
     dim = LEAST_DIM
@@ -196,7 +197,7 @@ def choose_dim(
         correlation = measure(dim)
         if correlation >= least:
             return dim
-        if dim * dim >= largest:  # nothing is folded any more
+        if dim * dim >= largest:  # a larger store would not differ
             return None
         # ρ²/(1 − ρ²) grows with dim², as the variance of the noise falls: skip to the largest
         # power of two below the dimension that this predicts

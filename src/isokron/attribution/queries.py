@@ -1,4 +1,4 @@
-"""Queries as people ask them: texts, prompts with completions, files, examples by number."""
+"""Queries from texts, prompts with completions, files, and examples by number."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -17,9 +17,9 @@ NUMBERS = re.compile(r"(eval|train):(.*)", re.DOTALL)
 
 @dataclass(frozen=True, eq=False)
 class Query:
-    """A batch whose loss is explained, and what a person sees of it.
+    """A batch whose loss is explained, and how it is displayed.
 
-    words: the options of the command line that ask for it.
+    words: the command-line options of this query.
     """
 
     batch: Any
@@ -30,16 +30,20 @@ class Query:
 
 def read_queries(
     task: Task,
-    model: nn.Module,
+    model: nn.Module | None,
     texts: Sequence[str] = (),
     prompts: Sequence[tuple[str, str | None]] = (),
     ids: Sequence[str] = (),
 ) -> list[Query]:
-    """The queries of a command.
+    """The queries of a command line.
 
-    texts: `eval:0,3-5` and `train:7` are examples of the task, `@file` the texts, or prompts and
-    completions, of a file, and all else is a text itself. prompts: pairs of a prompt and what
-    follows it; only the latter has a loss, and without one the model writes it.
+    Args:
+        task: reads texts and prompts, and has the examples.
+        model: writes the completions that are None; otherwise it may be None.
+        texts: `eval:0,3-5` and `train:7` are examples of the task, `@file` reads texts, or prompts
+            with completions, from a file; anything else is a text.
+        prompts: pairs of a prompt and a completion; only the completion has a loss.
+        ids: names of the training examples.
     """
     queries: list[Query] = []
     for text in texts:
@@ -60,7 +64,7 @@ def _examples(task: Task, part: str, numbers: str, ids: Sequence[str]) -> Iterat
     examples: Examples | None = getattr(task, PARTS[part])
     if examples is None:
         raise ValueError(
-            f"query {part}:{numbers}: {task.name} has no evaluation examples; ask about a text, a "
+            f"query {part}:{numbers}: {task.name} has no evaluation examples; use a text, a "
             "--prompt, or a training example such as train:0"
         )
     for piece in numbers.split(","):
@@ -86,19 +90,19 @@ def _examples(task: Task, part: str, numbers: str, ids: Sequence[str]) -> Iterat
 def _text(task: Task, text: str) -> Query:
     if task.read is None:
         raise ValueError(
-            f"query {text!r:.40}: task {task.name!r} reads no texts; ask about one of its "
-            "examples, such as eval:0"
+            f"query {text!r:.40}: task {task.name!r} reads no texts; use one of its examples, "
+            "such as eval:0"
         )
     batch = task.read(text)
     shown = Shown(tokens=(text,)) if task.show is None else task.show(batch)[0]
     return Query(batch, (shown,), text, ("--query", text))
 
 
-def _prompt(task: Task, model: nn.Module, prompt: str, completion: str | None) -> Query:
+def _prompt(task: Task, model: nn.Module | None, prompt: str, completion: str | None) -> Query:
     if task.prompt is None:
         raise ValueError(
-            f"prompt {prompt!r:.40}: task {task.name!r} takes no prompts, it is no Hugging Face "
-            "language model; ask with --query"
+            f"prompt {prompt!r:.40}: task {task.name!r} takes no prompts, only Hugging Face "
+            "language models do; use --query"
         )
     batch, shown = task.prompt(model, prompt, completion)
     words: tuple[str, ...] = ("--prompt", prompt)
@@ -107,8 +111,8 @@ def _prompt(task: Task, model: nn.Module, prompt: str, completion: str | None) -
     return Query(batch, (shown,), prompt + (completion or ""), words)
 
 
-def _file(task: Task, model: nn.Module, path: str) -> list[Query]:
-    # imported only where a file is read: it loads readers of several formats
+def _file(task: Task, model: nn.Module | None, path: str) -> list[Query]:
+    # imported only if needed, since it loads readers of several formats
     from isokron.tasks.documents import read_documents, read_prompts
 
     pairs = read_prompts(path)
@@ -120,9 +124,9 @@ def _file(task: Task, model: nn.Module, path: str) -> list[Query]:
 def as_queries(
     queries: Any, collate: Callable[[list[Any]], Any], show: Callable[[Any], list[Shown]]
 ) -> list[Query]:
-    """What `Attributor.score` takes: `Query` values, or examples like those of the training set.
+    """Queries from `Query` values, or from examples like those of the training set.
 
-    Every element of a list, data set or DataLoader's data set is one query.
+    Every element of a list, a data set or the data set of a DataLoader is one query.
     """
     if isinstance(queries, Query):
         return [queries]
@@ -134,7 +138,7 @@ def as_queries(
     if isinstance(queries, Examples):
         batches: list[Any] = [queries.batch(torch.tensor([n])) for n in range(len(queries))]
     else:
-        # a DataLoader has its own order; queries are those of its data set
+        # of a DataLoader, the data set in its order
         source = getattr(queries, "dataset", queries)
         if not hasattr(source, "__getitem__") or not hasattr(source, "__len__"):
             raise ValueError(
@@ -146,5 +150,5 @@ def as_queries(
             return items
         batches = [collate([item]) for item in items]
     if not batches:
-        raise ValueError("queries must hold at least one example, got none")
+        raise ValueError("queries must have at least one example, got none")
     return [Query(batch, tuple(show(batch)), f"query {n}") for n, batch in enumerate(batches)]

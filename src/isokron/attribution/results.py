@@ -1,10 +1,9 @@
-"""Scores as a tensor that knows its examples, and as the JSON that a page is made from.
+"""Scores as a tensor with the ids of its examples, and as files from which the page is made.
 
-The JSON holds the strongest examples of every query, token by token, with what was asked, how it
-was computed and what the model covers. The scores of all examples are in a safetensors file beside.
+scores/NAME.json         queries, settings, coverage and the top examples, with scores by token
+scores/NAME.safetensors  scores of all examples
 """
 
-import hashlib
 import json
 import random
 import shlex
@@ -17,27 +16,27 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from isokron.attribution.data import to_device, update_hash
-from isokron.attribution.exact import ExactScorer
+from isokron.attribution.data import hash_of, to_device
 from isokron.attribution.queries import Query
+from isokron.attribution.scorers import ExactScorer
 from isokron.attribution.verify import calibrate, verify
 from isokron.curvature.backward import unchanged
 from isokron.distributed.team import in_turn, share, together
-from isokron.files import write_atomically
+from isokron.files import write_atomically, write_json
 
 if TYPE_CHECKING:
     from isokron.attribution.attributor import Attributor
 
 FORMAT = {"format": "isokron scores", "version": 2}
 BINS = 40  # of the histogram of all scores
-NOISE = 2.0  # standard errors below which a score says nothing
+NOISE = 2.0  # scores below this many standard errors are marked as noisy
 TINY = 1e-30
 RULES = {
     "none": "no curvature was fitted: H is the identity",
     "ekfac": "{:g} of each layer's mean eigenvalue, added to all its eigenvalues",
 }
 RULE = "{:g} of each layer's mean eigenvalue, split over the two sides of the curvature"
-Signs = tuple[list[int], list[int]]  # numbers of proponents and of opponents
+Signs = tuple[list[int], list[int]]  # indices of proponents and of opponents
 
 
 class Ranked(NamedTuple):
@@ -58,14 +57,14 @@ class Top(NamedTuple):
 class Scores(Tensor):
     """Influence of all training examples on queries, a tensor [queries, examples] on the CPU.
 
-    Operations on it give plain tensors.
+    Operations on it return plain tensors.
 
     Attributes:
         ids: names of the examples.
         layers: names of the layers of `by_layer`.
-        noise: None for exact scores; else the measured agreement with exact ones.
-        why: how the scores were computed, and why so.
-        answers: what was written down of every query, as in the JSON; empty with save=False.
+        noise: None for exact scores, otherwise their measured agreement with exact scores.
+        why: why the scores are exact, or from a store.
+        answers: the record of every query, as in the JSON; empty with save=False.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -91,23 +90,24 @@ class Scores(Tensor):
 
     @cached_property
     def by_layer(self) -> Tensor:
-        """Scores of every layer, [queries, layers, examples]; computed when first asked for."""
+        """Scores by layer, [queries, layers, examples]; computed on first access."""
         layered: Tensor = self.compute_by_layer()
         return layered
 
     @cached_property
     def tokens(self) -> list[dict[int, list[float]]]:
-        """For every query, scores of the tokens of its ten strongest examples of either sign."""
+        """For every query, token scores of its ten strongest examples of either sign."""
         return self.compute_tokens()
 
 
 def top(scores: Tensor, count: int) -> Signs:
-    """Numbers of the largest positive and of the most negative scores [N]; the first of equals."""
-    order = scores.argsort(descending=True, stable=True)[:count]
-    opposite = (-scores).argsort(descending=True, stable=True)[:count]
-    positive = [int(n) for n in order if scores[n] > 0]
-    negative = [int(n) for n in opposite if scores[n] < 0]
-    return positive, negative
+    """Indices of the largest positive and of the most negative scores [N]; ties by index."""
+
+    def positive(values: Tensor) -> list[int]:
+        order = values.argsort(descending=True, stable=True)[:count]
+        return [int(n) for n in order if values[n] > 0]
+
+    return positive(scores), positive(-scores)
 
 
 def token_table(
@@ -125,7 +125,7 @@ def token_table(
 
 
 def histogram(scores: Tensor) -> tuple[list[float], list[int]]:
-    """Edges and counts over the range of the scores."""
+    """Edges and counts of equal bins over the range of the scores."""
     low, high = float(scores.min()), float(scores.max())
     if not low < high:
         low, high = low - 0.5, high + 0.5
@@ -134,7 +134,7 @@ def histogram(scores: Tensor) -> tuple[list[float], list[int]]:
 
 
 def check_finite(scores: Tensor, queries: Sequence[Query], ids: Sequence[str]) -> None:
-    """Refuse scores that are not numbers, naming the query and the example."""
+    """Refuse scores that are not finite, naming the query and the example."""
     finite = scores.isfinite()
     if bool(finite.all()):
         return
@@ -142,22 +142,18 @@ def check_finite(scores: Tensor, queries: Sequence[Query], ids: Sequence[str]) -
     name = queries[min(query, len(queries) - 1)].name
     raise FloatingPointError(
         f"the score of example {ids[example]!r} for query {name!r:.60} is "
-        f"{float(scores[query, example])}; look at its data, or fit with more damping"
+        f"{float(scores[query, example])}; check its data, or use more damping"
     )
 
 
 def default_name(queries: Sequence[Query], settings: Mapping[str, Any]) -> str:
-    """A file name that the queries and settings determine."""
-    # the same command writes over its own file, and another one begins a new file
-    total = hashlib.sha256(json.dumps([settings, [q.name for q in queries]]).encode())
-    for query in queries:
-        update_hash(total, query.batch)
-    return total.hexdigest()[:12]
+    """A hash of queries and settings, so that a repeated command overwrites its own file."""
+    return hash_of([dict(settings), [(query.name, query.batch) for query in queries]])[:12]
 
 
 @dataclass(frozen=True, eq=False)
 class Explanation:
-    """What one call of `Attributor.score` writes down. losses: of all examples, [N]."""
+    """The files of one call of `Attributor.score`. losses: of all examples, [N]."""
 
     attributor: "Attributor"
     queries: Sequence[Query]
@@ -166,7 +162,7 @@ class Explanation:
     losses: Tensor
 
     def write(self, name: str | None) -> list[dict[str, Any]]:
-        """Answer every query, ranks sharing them, and write both files; the answers."""
+        """Compute the record of every query, shared among ranks, write both files, return them."""
         subject, folder = self.attributor.subject, self.attributor.folder
         alone = self.settings["mode"] == "individual"
         asked = [[query] for query in self.queries] if alone else [list(self.queries)]
@@ -183,7 +179,6 @@ class Explanation:
         ordered = [answers[number] for number in sorted(answers)]
         name = name or default_name(self.queries, self.settings)
         record = {**FORMAT, "name": name, **self._head(), "answers": ordered}
-        content = json.dumps(record, ensure_ascii=False, indent=1, allow_nan=False)
         tensors = {"scores": self.scores.as_subclass(Tensor).contiguous()}
         if self.settings["by_layer"]:
             tensors["by_layer"] = self.scores.by_layer.contiguous()
@@ -192,15 +187,15 @@ class Explanation:
                 folder.scores.mkdir(exist_ok=True)
                 # the JSON last, since readers look for it
                 write_atomically(folder.scores / f"{name}.safetensors", [save(tensors)])
-                write_atomically(folder.scores / f"{name}.json", [content.encode(), b"\n"])
+                write_json(folder.scores / f"{name}.json", record)
         return ordered
 
     def _head(self) -> dict[str, Any]:
-        """What was asked of which model, and how it was computed."""
+        """The command, the model and the settings."""
         a, settings, noise = self.attributor, self.settings, self.scores.noise
         fit = a.folder.stage("fit") or {"method": "none", "fisher": "none"}
         build = a.folder.stage("build") if settings["store"] else None
-        # loss terms that the curvature is a mean over
+        # number of loss terms that the curvature is a mean of
         terms = None if a.curvature is None else next(iter(a.curvature.layers.values())).terms
         model = a.source.get("model") or a.source.get("task") or type(a.subject.model).__name__
         return {
@@ -234,7 +229,7 @@ class Explanation:
         }
 
     def _answer(self, queries: Sequence[Query], number: int) -> dict[str, Any]:
-        """The answer to one query, or to several that were asked together."""
+        """The record of one query, or of several that were scored together."""
         row, noise = self.scores.as_subclass(Tensor)[number], self.scores.noise
         signs = top(row, self.settings["top"])
         shown = [shown for query in queries for shown in query.shown]
@@ -252,7 +247,7 @@ class Explanation:
             "calibration": None,
             "verify": None,
         }
-        # tokens of examples are scored for one query, not for several that were asked together
+        # scores by token are computed for single queries only
         tokens: dict[int, list[float]] = {}
         cosines: dict[int, float] = {}
         if len(queries) == 1:
@@ -266,9 +261,9 @@ class Explanation:
     def _explain_(
         self, answer: dict[str, Any], query: Query, signs: Signs, row: Tensor
     ) -> tuple[dict[int, list[float]], dict[int, float]]:
-        """Add to the answer what the model says of a single query and where in it influence lies.
+        """Add loss, prediction, token scores and verification of a single query to its record.
 
-        Returns by example the scores of its tokens, and its cosine with the query by exact scores.
+        Returns for every top example the scores of its tokens, and its exact cosine.
         """
         a, damping = self.attributor, self.settings["damping"]
         gradients = a.exact.gradients([query], damping)
@@ -288,7 +283,7 @@ class Explanation:
         norm = max(0.0, gradients.squares[0]) ** 0.5
         lengths = {n: max(norm * square**0.5, TINY) for n, square in squares.items()}
         if self.settings["unit"]:
-            # so that they add up to the cosine that is shown
+            # scaled so that they add up to the cosine
             tokens = {n: [value / lengths[n] for value in tokens[n]] for n in tokens}
         return tokens, {n: totals[n] / lengths[n] for n in totals}
 
@@ -300,7 +295,7 @@ class Explanation:
         token_scores: list[float],
         cosine: float | None,
     ) -> dict[str, Any]:
-        """One training example among the top of a query."""
+        """The record of one of the top examples of a query."""
         a, settings = self.attributor, self.settings
         score, positive = float(self.scores[query, example]), answer["positive"]
         error = answer["standard_error"]
@@ -324,26 +319,26 @@ class Explanation:
         }
 
     def _verify(self, query: Query, signs: Signs, predicted: float) -> dict[str, Any]:
-        """Real steps on the top examples. predicted: the sum of the proponents' scores."""
+        """Real training steps on the top examples. predicted: sum of the proponents' scores."""
         a, subject, (proponents, opponents) = self.attributor, self.attributor.subject, signs
-        # the same random examples in every run
+        # a fixed seed, so that every run draws the same examples
         others = sorted(set(range(len(subject.data))) - {*proponents, *opponents})
-        drawn = random.Random(0).sample(others, min(len(proponents), len(others))) or proponents
+        drawn = random.Random(0).sample(others, min(len(proponents), len(others)))
         groups = {"proponents": proponents, "random": drawn, "opponents": opponents}
         batch = to_device(query.batch, subject.device)
         changes = verify(subject, batch, groups)
         inverse, calibration = a.inverse(self.settings["damping"]), None
-        # a cosine is no share of a change, and a store may leave layers out
+        # neither cosines nor scores of some layers predict a change of the loss
         partial = self.settings["unit"] or len(self.scores.layers) < len(subject.layers)
         if inverse is not None and not partial:
             calibration = calibrate(subject, batch, proponents, inverse, predicted)
-        return {"verify": {"examples": len(proponents), **changes}, "calibration": calibration}
+        return {"verify": changes, "calibration": calibration}
 
 
 def aligned(values: Sequence[float], count: int) -> list[float]:
-    """Values of the last `count` positions that have any: those of the tokens that are shown.
+    """Values of the `count` displayed tokens: the last positions with a value other than 0.
 
-    Positions before them belong to the context, and positions after them are padding.
+    Earlier positions belong to the context, later ones are padding.
     """
     end = max((k + 1 for k, value in enumerate(values) if value != 0), default=0)
     end = max(end, min(count, len(values)))
@@ -357,7 +352,7 @@ def command_of(
     settings: Mapping[str, Any],
     queries: Sequence[Query],
 ) -> str | None:
-    """The command that computes these scores in a folder RUN; None for a run made in Python."""
+    """The command line that computes these scores; None for a run from Python."""
     if not source:
         return None
     options = {**source, "method": fit["method"], "fisher": fit["fisher"]}

@@ -1,10 +1,10 @@
-"""A run's folder: what was done in it, in run.json, and where its parts are.
+"""The folder of a run.
 
-run.json             where model and data come from, the settings of every stage, versions
-weights.safetensors  of the model, where it was trained for this run
+run.json             source of model and data, settings of every stage, versions
+weights.safetensors  weights of a model that was trained for this run
 curvature/           written by `fit`
-gradients/           the store written by `build`
-scores/              a pair of files for each set of queries
+gradients/           the store, written by `build`
+scores/              two files for each set of queries
 report.html          the page
 """
 
@@ -19,36 +19,37 @@ import torch
 from isokron._version import __version__
 from isokron.distributed import Ranks
 from isokron.distributed.team import in_turn
-from isokron.files import write_atomically
+from isokron.files import check_free, check_same, write_json
 
 logger = logging.getLogger(__name__)
 
 RECORD = "run.json"
 WEIGHTS = "weights.safetensors"
-# what may be there before run.json: weights, and what a killed process had begun to write
-EARLY = (WEIGHTS, f".{WEIGHTS}.tmp", f".{RECORD}.tmp")
 FORMAT = {"format": "isokron run", "version": 3}
 VERSIONS = {"isokron": __version__, "torch": torch.__version__}
 
 
 class RunFolder:
-    """Begins a run in a folder, or takes up the one that is there; another source is refused.
+    """Begins a run in a folder, or continues the one in it if its source is the same.
 
-    source: JSON-able; the model, the data and where they come from.
+    A run without results is replaced by one with another source.
+
+    source: JSON-able; identifies the model and the data.
     """
 
     def __init__(self, path: Path, source: Mapping[str, Any], ranks: Ranks | None) -> None:
-        self.path, self.ranks = path, ranks
+        self.path, self.source, self.ranks = path, source, ranks
         self.curvature, self.gradients, self.scores = (
             path / name for name in ("curvature", "gradients", "scores")
         )
-        # whether this process writes what is written once
+        # whether this process writes the files that all ranks share
         self.leads = ranks is None or ranks.rank == 0
         if ranks is not None:
             ranks.agree("a run's model and data", dict(source))
         with in_turn(ranks, f"beginning {path}"):
-            if not (path / RECORD).exists():
-                check_folder(path)
+            check_free(path, RECORD, ours=[WEIGHTS])
+            # other ranks must not undo what the first one has entered
+            if self.leads and not has_results(path) and not self._is_recorded():
                 path.mkdir(parents=True, exist_ok=True)
                 self._write({"source": dict(source), "stages": {}})
             record = read_record(path)
@@ -63,35 +64,33 @@ class RunFolder:
         return settings
 
     def enter(self, name: str, settings: Mapping[str, Any]) -> None:
-        """Record the settings of a stage before it begins; refuse other than the recorded ones.
+        """Record the settings of a stage before it begins; refuse others than those recorded.
 
-        Callers validate the settings first: what is recorded cannot be taken back.
+        Callers validate the settings first, since a recorded stage cannot be changed.
         """
         if self.ranks is not None:
             self.ranks.agree(f"the settings of {name}", dict(settings))
         with in_turn(self.ranks, f"entering {name}"):
             record = read_record(self.path)
+            check_same(self.path, "source", record["source"], self.source)
             if name in record["stages"]:
                 check_same(self.path, name, record["stages"][name], settings)
             else:
                 record["stages"][name] = dict(settings)
                 self._write(record)
 
+    def _is_recorded(self) -> bool:
+        exists = (self.path / RECORD).exists()
+        # compared as JSON, in which tuples are lists
+        return exists and read_record(self.path)["source"] == json.loads(json.dumps(self.source))
+
     def _write(self, record: Mapping[str, Any]) -> None:
-        content = {**FORMAT, **VERSIONS, **record}
-        text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
-        write_atomically(self.path / RECORD, [text.encode()])
+        write_json(self.path / RECORD, {**FORMAT, **VERSIONS, **record})
 
 
-def check_folder(path: Path) -> None:
-    """Refuse a folder that holds something else than a run."""
-    strangers = path.is_file() or (
-        path.is_dir() and any(file.name not in EARLY for file in path.iterdir())
-    )
-    if strangers and not (path / RECORD).exists():
-        raise ValueError(
-            f"{path} is neither empty nor a run (it has no {RECORD}); give a new folder"
-        )
+def has_results(folder: Path) -> bool:
+    """Whether a run has computed anything but the weights of its model."""
+    return any(path.name not in (RECORD, WEIGHTS) for path in folder.glob("[!.]*"))
 
 
 def read_record(folder: Path) -> dict[str, Any]:
@@ -113,13 +112,3 @@ def read_record(folder: Path) -> dict[str, Any]:
             "run"
         )
     return record
-
-
-def check_same(folder: Path, stage: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
-    """Refuse settings that differ, naming each."""
-    # as they are read from the file: tuples are lists there
-    old, new = (json.loads(json.dumps(dict(settings))) for settings in (old, new))
-    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-    if names:
-        differ = "; ".join(f"{n} was {old.get(n)!r}, is {new.get(n)!r}" for n in names)
-        raise ValueError(f"{folder} has another {stage}: {differ}; give a new folder")

@@ -5,8 +5,8 @@ A layer's gradient is Σ g̃āᵀ over the positions of an example. Where H = G 
 
     ⟨∇_q, H⁻¹∇_t⟩ = Σ_r Σ_s (u_r · g̃_s)(v_r · ā_s)
 
-needs neither gradient as a matrix: a short query costs R(o + i) a training position in place of oi.
-An embedding's ā is one-hot, so v_r · ā_s is an equality of token numbers. Koh & Liang 1703.04730,
+needs neither gradient as a matrix: a query of R positions costs R(o + i) instead of oi per training
+position. An embedding's ā is one-hot, so v_r · ā_s compares token ids. Koh & Liang 1703.04730,
 Grosse et al. 2308.03296.
 """
 
@@ -26,13 +26,13 @@ from isokron.curvature.statistics import Uses
 from isokron.operators import Diagonal, Kron, KronEigen
 
 CHUNK = 2**22  # entries of per-example gradients, or of kernels, computed at a time
-SLACK = 4  # rank-one terms may become a matrix of at most 4 times their memory
+SLACK = 4  # rank-one terms are replaced by matrices of at most 4 times their memory
 
 
 class LayerQueries:
-    """H⁻¹∇ of all queries at one layer: rank-one terms u vᵀ, and matrices where these are smaller.
+    """H⁻¹∇ of all queries at one layer: rank-one terms u vᵀ, or matrices where these are smaller.
 
-    Filled by `add` and `finish`. left: u [B, R, o]; right: v [B, R, i], or token numbers [R] of an
+    Filled by `add` and `finish`. left: u [B, R, o]; right: v [B, R, i], or token ids [R] of an
     embedding; owner [R]: the query of each term. matrices: [D, B, o, i] of the queries
     matrix_owner [D]. inverse: H⁻¹ of the layer, None for the identity.
     """
@@ -42,7 +42,7 @@ class LayerQueries:
 
     def __init__(self, layer: Layer, inverse: Any, device: torch.device) -> None:
         self.layer, self.inverse = layer, inverse
-        # EK-FAC's eigenvalues are no Kronecker product: its H⁻¹∇ has no rank-one terms
+        # under EK-FAC, whose eigenvalues are no Kronecker product, H⁻¹∇ is not of low rank
         self.factored = inverse is None or isinstance(inverse, Kron)
         self.terms: list[tuple[int, Tensor, Tensor]] = []
         self.term_counts = Counter[int]()
@@ -52,11 +52,11 @@ class LayerQueries:
         self.count = 0
 
     def add(self, query: int, uses: Uses) -> None:
-        """Add one backward pass of a query; all rows of its batch count together."""
+        """Add one backward pass of a query; the gradients of all rows of its batch are summed."""
         _, outputs, inputs = self.layer.shape
         # positions without a gradient, such as padding, add no term
         reached = uses.grads.abs().amax((0, 3)).flatten().nonzero()[:, 0]
-        # with those of its earlier batches, of which a mean query has many
+        # including earlier batches, since a mean of queries has several
         count = self.term_counts[query] + len(reached)
         small = count * (outputs + inputs) <= outputs * inputs
         if uses.kind == "index" or (uses.kind == "dense" and self.factored and small):
@@ -89,7 +89,7 @@ class LayerQueries:
         device, self.count = self.owner.device, count
         size = sum(left.size(1) for _, left, _ in self.terms) * (outputs + inputs)
         matrix = outputs * inputs
-        # many terms are more work than matrices, which may take some more memory, but not much
+        # with many terms, matrices are less work and may take a little more memory
         if self.layer.kind == "dense" and size > 2 * matrix and count * matrix <= SLACK * size:
             for query, left, right in self.terms:
                 self._add_matrix(query, left.mT @ right)
@@ -103,7 +103,7 @@ class LayerQueries:
         if self.by_query:
             self.matrix_owner = torch.tensor(list(self.by_query), device=device)
             self.matrices = torch.stack(list(self.by_query.values()))
-        # the parts are not held beside the joined tensors until all layers are finished
+        # freed now, not when all layers are finished
         self.terms, self.by_query = [], {}
 
     def products(self, uses: Uses, tokens: bool = False) -> Tensor:
@@ -118,7 +118,7 @@ class LayerQueries:
             dense = matrix_products(self.matrices, self.layer, uses, tokens)
             result = result.index_add(0, self.matrix_owner, dense)
         if tokens and uses.positions is not None:
-            # tokens routed to an expert go back to their places; padding has a score of 0
+            # tokens routed to an expert return to their positions; padding has a score of 0
             places = uses.positions.clamp_min(0).expand_as(result)
             total = result.new_zeros(self.count, examples, uses.length)
             return total.scatter_add(2, places, result)
@@ -138,7 +138,7 @@ class LayerQueries:
 
 
 def _inner(uses: Uses, right: Tensor) -> Tensor:
-    """ā · v of all positions and terms, a bias's one included: [B, P, R]"""
+    """ā · v of all positions and terms, where ā includes the 1 of a bias: [B, P, R]"""
     inputs = uses.inputs.flatten(1, 2)
     if not uses.bias:
         return inputs @ right.mT
@@ -152,7 +152,7 @@ def matrix_products(matrices: Tensor, layer: Layer, uses: Uses, tokens: bool) ->
         rows = diagonal_rows(layer, uses)
         scores = torch.einsum("nsoi,qoi->qns", rows, matrices[:, 0])
     elif tokens or count * positions <= count + positions:
-        # Σ_s g̃ᵀVā is less work than ∇ where there are few positions and queries
+        # Σ_s g̃ᵀVā is less work than ∇ for few positions and queries
         uses = uses.written()
         parts = [(uses.grads @ v[:, None] * uses.inputs).sum((0, 3)) for v in matrices]
         scores = torch.stack(parts)
@@ -164,7 +164,7 @@ def matrix_products(matrices: Tensor, layer: Layer, uses: Uses, tokens: bool) ->
 
 
 def _gradients_in_chunks(layer: Layer, uses: Uses) -> Iterable[Tensor]:
-    """`gradient` of a few examples at a time, CHUNK entries at most: [n, B, o, i]"""
+    """`gradient` of a few examples at a time, at most CHUNK entries: [n, B, o, i]"""
     step = max(1, CHUNK // layer.parameters)
     for first in range(0, uses.grads.size(1), step):
         part = slice(first, first + step)
@@ -172,7 +172,7 @@ def _gradients_in_chunks(layer: Layer, uses: Uses) -> Iterable[Tensor]:
 
 
 def gradient(layer: Layer, uses: Uses) -> Tensor:
-    """Gradients of the examples of a batch as matrices, but for embeddings: [N, B, o, i]"""
+    """Gradients of the examples of a batch as matrices; not for embeddings. [N, B, o, i]"""
     if uses.kind == "diagonal":
         return diagonal_rows(layer, uses).sum(1)[:, None]
     uses = uses.written()
@@ -190,7 +190,7 @@ def squared_length(layer: Layer, uses: Uses, inverse: Any) -> Tensor:
     _, outputs, inputs = layer.shape
     few = uses.grads.size(2) <= min(outputs, inputs)
     if uses.kind == "dense" and isinstance(inverse, Kron) and few:
-        # products of pairs of positions are fewer numbers than the gradient
+        # products of pairs of positions are smaller than the gradient
         uses = uses.written()
         output, side = inverse.factors
         kernel = uses.grads @ output.apply(uses.grads, -1).mT  # [B, N, S, S]
@@ -206,7 +206,7 @@ def squared_length(layer: Layer, uses: Uses, inverse: Any) -> Tensor:
 def _squares(matrices: Tensor, inverse: Any) -> Tensor:
     """⟨∇, H⁻¹∇⟩ of gradients [N, B, o, i]: [N]"""
     if isinstance(inverse, KronEigen):
-        # in the eigenbasis, without the way back
+        # in the eigenbasis, without rotating back
         rotated = torch.stack([inverse.rotate(matrix) for matrix in matrices])
         return (inverse.eigenvalues * rotated.square()).flatten(1).sum(1)
     turned = [matrix if inverse is None else inverse.apply(matrix) for matrix in matrices]
@@ -217,7 +217,7 @@ def apply_to_columns(inverse: Any, grads: Tensor, columns: Tensor) -> Tensor:
     """Vectors h with H⁻¹(g eᵀ) = h eᵀ, where e is the unit vector of a token. [1, P, o], [P]"""
     if inverse is None:
         return grads
-    # the input side of an embedding is diagonal, so H⁻¹ acts on every column by itself
+    # the input side of an embedding is diagonal, so H⁻¹ acts on each column alone
     columns = columns.clamp_min(0)
     if isinstance(inverse, KronEigen):
         part: Kron | KronEigen = replace(inverse, eigenvalues=inverse.eigenvalues[..., columns])
@@ -229,10 +229,10 @@ def apply_to_columns(inverse: Any, grads: Tensor, columns: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class QueryGradients:
-    """H⁻¹∇ of some queries by layer, and what their forward passes computed.
+    """H⁻¹∇ of some queries by layer, and the losses of their forward passes.
 
-    losses: of each query; token_losses: of each of its positions, empty where it has none. squares:
-    ⟨∇, H⁻¹∇⟩ of each, without groups.
+    losses: of each query. token_losses: of each of its positions, empty if there are none.
+    squares: ⟨∇, H⁻¹∇⟩ of each query, not for groups.
     """
 
     count: int
@@ -249,10 +249,10 @@ def query_gradients(
     groups: Sequence[int] | None = None,
     names: Sequence[str] = (),
 ) -> QueryGradients:
-    """H⁻¹∇ of every query. `groups`: the query that each batch belongs to; default: its own.
+    """H⁻¹∇ of every query, from one batch each.
 
-    A group of several batches adds up, which is how a mean query, or the sum of some examples, is
-    computed. names: of the queries, for the error if one has no loss.
+    groups: the query that each batch belongs to, whose gradients are summed; for the mean of
+    queries, or the sum of some examples. names: of the queries, for errors.
     """
     owners = range(len(batches)) if groups is None else groups
     result = QueryGradients(count=max(owners, default=-1) + 1)
@@ -265,7 +265,7 @@ def query_gradients(
         queries = result.layers[layer.name]
         queries.add(owners[len(result.losses)], uses)
         if groups is None:
-            # all rows of a batch count together, as if they were positions of one
+            # rows of a batch are treated like positions of one example
             inputs, grads = (x.flatten(1, 2)[:, None] for x in (uses.inputs, uses.grads))
             joined = replace(uses, inputs=inputs, grads=grads)
             squares.append(squared_length(layer, joined, queries.inverse).sum())
@@ -280,8 +280,8 @@ def query_gradients(
         squares.clear()
         result.losses.append(float(passes.losses.sum()))
         by_token = passes.token_losses
-        alone = by_token is not None and len(by_token) == 1
-        result.token_losses.append(by_token[0].tolist() if alone and by_token is not None else [])
+        single = by_token is not None and len(by_token) == 1
+        result.token_losses.append(by_token[0].tolist() if single and by_token is not None else [])
 
     passes = gradient_passes(subject, batches)
     # a query that does not use a layer has a score of 0 there
@@ -292,13 +292,16 @@ def query_gradients(
 
 
 def gradient_passes(subject: Subject, batches: Iterable[Any]) -> Passes:
-    """Passes that show every layer's part of ∇Σ wℓ; positions need no mask, their g̃ is 0."""
+    """Passes over ∇Σ wℓ of every layer; masked positions have g̃ = 0."""
     return Passes(subject.model, batches, subject.loss, subject.layers, weighting="linear")
 
 
 class PassScores(NamedTuple):
-    """Scores [Q, N], [Q, layers, N] by layer or [Q, N, S] by token; of the examples, losses [N] and
-    squares ⟨∇, H⁻¹∇⟩ [N], zeros if not asked for. totals: [Q, N], of all layers, with tokens."""
+    """Scores [Q, N], [Q, layers, N] by layer or [Q, N, S] by token.
+
+    losses: of the examples, [N]. squares: ⟨∇, H⁻¹∇⟩ [N], or zeros. totals: with tokens, the scores
+    of all layers, [Q, N].
+    """
 
     scores: Tensor
     losses: Tensor
@@ -315,7 +318,7 @@ def exact_scores(
     tokens: bool = False,
     squares: bool = False,
 ) -> PassScores:
-    """One pass over the examples, in the order of the batches. tokens: for one batch."""
+    """One pass over the examples, in the order of the batches; with `tokens`, of one batch."""
     scores: list[Tensor] = []
     losses: list[Tensor] = []
     lengths: list[Tensor] = []
@@ -328,9 +331,8 @@ def exact_scores(
         examples, rows = len(passes.losses), uses.grads.size(1)
         if rows != examples:
             raise ValueError(
-                f"layer {layer.name!r} saw {rows} examples in a batch of {examples}, so its "
-                "gradients cannot be told apart by example; leave it out: "
-                f"layers='!{layer.name}'"
+                f"layer {layer.name!r} has {rows} rows in a batch of {examples} examples, so its "
+                f"gradients cannot be separated by example; exclude it: layers='!{layer.name}'"
             )
         layer_queries = queries.layers[layer.name]
         product = layer_queries.products(uses, tokens)
@@ -341,12 +343,12 @@ def exact_scores(
     def after() -> None:
         batch_losses = passes.losses.detach()
         shape = (queries.count, len(batch_losses), 1)[: 2 + tokens]
-        # the part of a layer without a gradient, such as an expert without a token in this batch
+        # for a layer without a gradient, such as an expert without a token in this batch
         zeros = batch_losses.new_zeros(shape, dtype=passes.dtype)
         products = [parts.pop(layer.name, zeros) for layer in subject.layers]
         if tokens:
             totals.append(torch.stack([part.sum(2) for part in products]).sum(0))
-            # a layer of fewer positions, as after pooling, belongs to no token
+            # a layer with fewer positions, as after pooling, has no scores by token
             most = max(part.size(2) for part in products)
             products = [part for part in products if part.size(2) == most]
         scores.append(torch.stack(products, 1) if by_layer else torch.stack(products).sum(0))

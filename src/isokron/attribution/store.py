@@ -1,12 +1,11 @@
-"""Gradient stores on disk: one row of numbers an example, in safetensors shards.
+"""Gradient stores on disk: one row of numbers per example, in safetensors shards.
 
-schema.json              what the rows are, and how many examples a shard has
-shard-00000.safetensors  gradients [rows, D], ids, and what else was stored of these examples; its
-                         header has the digest of the schema and the SHA-256 of its tensors
+schema.json              settings, columns of each layer, examples per shard
+shard-00000.safetensors  gradients [rows, D], ids and further tensors of these examples; its header
+                         has the digest of the schema and the SHA-256 of its tensors
 
-Every file is written complete or not at all, so a store is finished once all its shards are there.
-Neither batches nor processes change a byte: a process may die at any moment, and several may write
-the same store at once.
+Files are written atomically, so a store is finished once all of its shards exist. A process may be
+killed at any moment, and several may write the same store: the bytes are the same.
 """
 
 import hashlib
@@ -25,8 +24,7 @@ from torch import Tensor
 from isokron._version import __version__
 from isokron.attribution.data import hash_of
 from isokron.attribution.projection import GENERATOR
-from isokron.attribution.run_folder import check_same
-from isokron.files import clear_beside, write_atomically
+from isokron.files import check_free, check_same, clear_beside, write_atomically, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +35,7 @@ AGAIN = "run the same build command again"
 
 
 class Span(NamedTuple):
-    """A shard and its examples, `last` excluded."""
+    """A shard and its range of examples; `last` is excluded."""
 
     number: int
     first: int
@@ -46,9 +44,9 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Schema:
-    """What a store holds, fixed before the first gradient.
+    """What a store contains; fixed before the first row is written.
 
-    settings: JSON-able, all that decides the numbers. columns: numbers of each layer in a row.
+    settings: JSON-able; all settings that the numbers depend on. columns: layer → width in a row.
     """
 
     settings: dict[str, Any]
@@ -66,7 +64,7 @@ class Schema:
         return -(-self.examples // self.examples_per_shard)
 
     def digest(self) -> str:
-        """One hash of everything, by which a shard says what it belongs to."""
+        """A hash of the schema, by which a shard is matched to its store."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
     def span(self, number: int) -> Span:
@@ -75,9 +73,9 @@ class Schema:
 
 
 class Store:
-    """Gradients [examples, D] in a folder: `begin` one to write its shards, `open` a finished one.
+    """Gradients [examples, D] in a folder: `begin` a store to write it, `open` a finished one.
 
-    A shard is in memory three times while it is written.
+    Writing a shard takes three times its size in memory.
     """
 
     def __init__(self, folder: Path, schema: Schema) -> None:
@@ -89,23 +87,16 @@ class Store:
         """A store to write, or the one in the folder if its schema is the same."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        # looked for after what else is there: another process may be beginning the same store
-        strangers = sorted(path.name for path in folder.glob("[!.]*"))
+        check_free(folder, SCHEMA)
         if not (folder / SCHEMA).exists():
-            if strangers:
-                raise ValueError(
-                    f"folder {str(folder)!r} has other files in it, such as {strangers[0]}; give a "
-                    "new folder"
-                )
-            body = {**FORMAT, "generator": GENERATOR, **asdict(schema)}
-            write_atomically(folder / SCHEMA, [json.dumps(body, indent=1).encode(), b"\n"])
+            write_json(folder / SCHEMA, {**FORMAT, "generator": GENERATOR, **asdict(schema)})
         begun = read_schema(folder)
         check_same(folder, "store", _flat(begun), _flat(schema))
         return Store(folder, begun)
 
     @staticmethod
     def open(folder: str | Path, verify: bool = False) -> "Store":
-        """A finished store, whose headers are right; `verify`: and all bytes, by SHA-256."""
+        """A finished store, with its headers checked; `verify` also checks all bytes by SHA-256."""
         store = Store(Path(folder), read_schema(Path(folder)))
         problems = [store._problem(number, verify) for number in range(store.schema.shards)]
         if absent := problems.count("is missing"):
@@ -122,7 +113,7 @@ class Store:
         return self.schema.examples
 
     def missing(self, shards: Iterable[int] | None = None) -> list[Span]:
-        """The shards, of all or of these, that are not there, or not as they were written."""
+        """Shards, of all or of those given, that do not exist or are damaged."""
         spans = []
         for number in range(self.schema.shards) if shards is None else shards:
             if problem := self._problem(number, verify=True):
@@ -148,22 +139,23 @@ class Store:
         write_atomically(self._path(number), [save(tensors, {"isokron": header})])
 
     def finish(self) -> "Store":
-        """Open the store, and remove what killed processes had begun to write."""
+        """Open the finished store, and remove temporary files of killed processes."""
         store = Store.open(self.folder)
         for path in (self.folder / SCHEMA, *map(self._path, range(self.schema.shards))):
             clear_beside(path)
         return store
 
     def columns(self, layer: str) -> slice:
-        """Where a layer's part of a row is."""
-        names = list(self.schema.columns)
-        widths = list(self.schema.columns.values())
-        place = names.index(layer)
-        return slice(sum(widths[:place]), sum(widths[: place + 1]))
+        """The columns of a layer in a row."""
+        names, widths = list(self.schema.columns), list(self.schema.columns.values())
+        first = sum(widths[: names.index(layer)])
+        return slice(first, first + self.schema.columns[layer])
 
     def blocks(self, memory: int, shards: range | None = None) -> Iterator[Tensor]:
-        """Rows [≤ n, D] in the stored dtype, in order. A block of at most `memory` bytes lies in
-        one shard; its pages are given back with the tensor."""
+        """Rows [≤ n, D] in the stored dtype and in order, in blocks of at most `memory` bytes.
+
+        A block lies within one shard, and its memory is freed with the tensor.
+        """
         row = self.schema.width * self.dtype.itemsize
         if memory < row:
             raise ValueError(f"memory must hold a row of {row} bytes, got {memory}; give more")
@@ -178,11 +170,11 @@ class Store:
         return [name for text in texts for name in json.loads(text.tobytes())]
 
     def extra(self, name: str) -> Tensor:
-        """What was stored beside the gradients under a name. [examples, ...]"""
+        """A further tensor that was written with the gradients: [examples, ...]"""
         return torch.cat([self._tensor(number, name) for number in range(self.schema.shards)])
 
     def _tensor(self, number: int, name: str, part: slice = slice(None)) -> Tensor:
-        # opened anew each time: a file that stays open keeps all pages that were ever touched
+        # opened every time, since an open file keeps all pages that were read in memory
         with safe_open(self._path(number), "pt") as file:
             rows: Tensor = file.get_slice(name)[part]
         return rows
@@ -194,7 +186,7 @@ class Store:
         return {"schema": self.schema.digest(), "first": self.schema.span(number).first}
 
     def _problem(self, number: int, verify: bool) -> str:
-        """What is wrong with a shard; with `verify`, every byte of it is read."""
+        """What is wrong with a shard, or ""; with `verify`, all of its bytes are checked."""
         path, span = self._path(number), self.schema.span(number)
         if not path.is_file():
             return "is missing"
@@ -222,7 +214,7 @@ def read_schema(folder: Path) -> Schema:
         body = dict(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path} is damaged, not JSON: {error}; build the store anew") from None
-    # queries would be folded by other random numbers than the rows
+    # another generator would project queries with other random numbers than the rows
     wanted = {**FORMAT, "generator": GENERATOR}
     stored = {name: body.pop(name, None) for name in wanted}
     if stored != wanted:
@@ -237,14 +229,14 @@ def read_schema(folder: Path) -> Schema:
 
 
 def _flat(schema: Schema) -> dict[str, Any]:
-    """One entry for every setting and layer, so that a difference is told by its name."""
+    """One entry per setting and layer, so that an error names the one that differs."""
     columns = {f"columns of {layer}": width for layer, width in schema.columns.items()}
     sizes = {"examples": schema.examples, "examples_per_shard": schema.examples_per_shard}
     return {**schema.settings, **sizes, "dtype": schema.dtype, **columns}
 
 
 def _check_finite(rows: Tensor, first: int) -> None:
-    # the extremes are NaN where any entry is, and far quicker than isfinite of all
+    # the extremes are NaN if any entry is, and much faster than isfinite of all entries
     if not all(extreme.isfinite() for extreme in rows.aminmax()):
         example = first + int(rows.isfinite().all(1).int().argmin())
         raise ValueError(

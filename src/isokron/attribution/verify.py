@@ -1,9 +1,9 @@
-"""Real steps from the trained weights, to check what scores say of a query, without retraining.
+"""Check scores by real training steps from the trained weights, without retraining.
 
 `verify` takes one training step on the proponents of a query, one on random examples and one on the
-opponents. `calibrate` measures what leaving examples out would do to the query's loss.
+opponents. `calibrate` measures how the query's loss would change without some examples.
 
-The model is not changed: steps are taken on copies of its weights.
+Steps are taken on copies of the weights; the model is not changed.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,9 +18,9 @@ from isokron.attribution.data import Subject, spread
 from isokron.curvature import Curvature
 from isokron.curvature.losses import Likelihood, terms_and_weights
 
-SHARE = 0.01  # of the examples' own loss, by which a step lowers it at most, to first order
-SAMPLE = 64  # training examples that curvature along a direction is measured on
-LINEAR = (0.5, 2.0)  # change of a loss over what scores predict, within which they are trusted
+SHARE = 0.01  # largest fraction by which a step lowers the loss of its examples, to first order
+SAMPLE = 64  # training examples on which the curvature along a direction is measured
+LINEAR = (0.5, 2.0)  # range of measured over predicted change in which predictions are shown
 
 Weights = dict[str, Tensor]
 
@@ -28,11 +28,11 @@ Weights = dict[str, Tensor]
 def verify(
     subject: Subject, query: Any, groups: Mapping[str, Sequence[int]], share: float = SHARE
 ) -> dict[str, float | None]:
-    """The query's loss "before", and its change in nats after one step on each group of examples.
+    """Change of the query's loss, in nats, after one step on each group of examples.
 
-    All steps have the same length, so that what differs is their direction only: the largest with
-    which no step, to first order, lowers the loss of its own examples by more than `share`. An
-    empty group has None. "step": the length of the steps.
+    All steps have the same length, so that they differ in direction only: the largest length with
+    which no step lowers the loss of its own examples by more than `share`, to first order. An
+    empty group has None. Also returns the loss "before" and the length of the "step".
     """
     with _at_weights(subject) as (weights, total):
         before = float(total(weights, query))
@@ -55,24 +55,24 @@ def verify(
 def calibrate(
     subject: Subject, query: Any, examples: Sequence[int], inverse: Curvature, predicted: float
 ) -> float | None:
-    """Nats of the query's loss for one unit of score, where leaving out `examples` is predictable.
+    """Nats by which the query's loss rises per unit of score when `examples` are left out.
 
-    Without these examples the loss of all others is L − L_S, whose minimum along d = H⁻¹∇L_S is at
+    Without these examples the training loss is L − L_S, whose minimum along d = H⁻¹∇L_S is at
     α = ⟨d, ∇L_S⟩ / ⟨d, ∇²L d⟩: H gives the direction, and the curvature along it is measured by
-    two small steps. The query's loss at θ + αd is measured too; its change over α·`predicted`, the
-    sum of the examples' scores, must be from a half to two, else None.
+    two small steps. The query's loss is measured at θ + αd. None unless its change is between half
+    and twice α·`predicted`, where `predicted` is the sum of the examples' scores.
     """
     data = subject.data
     sample = spread(len(data), min(SAMPLE, len(data)))
     with _at_weights(subject) as (weights, total):
-        own_loss, gradient = _gradient(subject, weights, total, examples)
+        examples_loss, gradient = _gradient(subject, weights, total, examples)
         unused = {name: torch.zeros_like(w) for name, w in weights.items() if name not in gradient}
         gradient |= unused
         direction = inverse.matvec(gradient)
         slope = sum(float((direction[key] * gradient[key]).sum()) for key in direction)
         if not slope > 0:
             return None
-        step = SHARE * own_loss / slope
+        step = SHARE * examples_loss / slope
 
         def training_loss(shift: float) -> float:
             moved = _moved(weights, direction, shift)
@@ -94,10 +94,10 @@ def _at_weights(
     subject: Subject,
 ) -> Iterator[tuple[Weights, Callable[[Weights, Any], Tensor]]]:
     """The model's weights, and a function from weights and a batch to the batch's summed loss."""
-    # a compiled model shares its weights
+    # a compiled model shares its weights with the original
     module = getattr(subject.model, "_orig_mod", subject.model)
 
-    # in half precision a small step would be lost in rounding
+    # in half precision, rounding would hide a small step
     buffers = {name: _wide(buffer) for name, buffer in module.named_buffers()}
 
     def total(weights: Weights, batch: Any) -> Tensor:
@@ -105,7 +105,8 @@ def _at_weights(
         loss, batch = subject.loss, _wide(batch)
         if isinstance(loss, Likelihood):
             outputs, targets = loss.forward(network, batch)
-            return (loss.terms(outputs, targets) * loss.weights(targets)).sum()
+            # float32 has no digits left for the change of a loss near 0
+            return (loss.terms(outputs.double(), targets) * loss.weights(targets)).sum()
         terms, counts = terms_and_weights(loss(network, batch))
         return (terms * counts).sum()
 
@@ -120,7 +121,7 @@ def _at_weights(
 
 
 class _WithWeights:
-    """The model with other weights in the place of its own, to be called as it is."""
+    """The model with other weights, callable like the model."""
 
     def __init__(self, module: nn.Module, weights: Weights) -> None:
         self.module, self.weights = module, weights
@@ -133,7 +134,7 @@ class _WithWeights:
 
 
 def _wide(value: Any) -> Any:
-    """Tensors of half precision in float32, also within a batch."""
+    """Half-precision tensors in float32, also within a batch."""
     if isinstance(value, Tensor):
         return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
     if isinstance(value, Mapping):
@@ -147,10 +148,10 @@ def _gradient(
     total: Callable[[Weights, Any], Tensor],
     examples: Sequence[int],
 ) -> tuple[float, Weights]:
-    """Loss of some examples, and its gradient by parameter, without those it does not depend on."""
+    """Loss of some examples and its gradient, without parameters it does not depend on."""
     leaves = {name: param.detach().clone().requires_grad_() for name, param in weights.items()}
     loss, sums = 0.0, dict[str, Tensor]()
-    # in the batches of the memory plan
+    # in batches of the size that the memory plan allows
     for numbers in subject.data.plan(examples):
         with torch.enable_grad():
             value = total(leaves, subject.batch(numbers))

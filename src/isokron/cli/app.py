@@ -96,15 +96,15 @@ def root(
 
 def main() -> NoReturn:
     """Run the command line; exit 0 done, 1 failed work, 2 wrong call, 130 interrupted."""
-    # By default waiting threads spin for milliseconds, and on a shared machine take the time of the
-    # threads they wait for: steps were seen to take fifty times as long. Read once, by torch.
+    # Waiting threads spin for milliseconds by default. On a busy machine they slow down the threads
+    # they wait for, by up to fifty times. torch reads this variable once, on import.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # a terminal without × still shows the numbers
+            # terminals that cannot show × still show the numbers
             stream.reconfigure(errors="replace")
-    # modules named in specs are looked for in the current folder, as `python -m` does
+    # import modules from the current folder, like `python -m`
     if "" not in sys.path:
         sys.path.insert(0, "")
     arguments = sys.argv[1:] or ["--help"]
@@ -116,7 +116,7 @@ def main() -> NoReturn:
         code = 130
     except Exception as error:
         commands: Any = typer.main.get_command(app)
-        # the library names arguments in its errors, the command line its options
+        # errors of the library name arguments: translate them to options
         called = commands.commands.get(arguments[0])
         options = {} if called is None else {p.name: p.opts[0] for p in called.params}
         code = process.report(error, options)

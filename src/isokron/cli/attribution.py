@@ -33,6 +33,7 @@ from isokron.cli.terminal import (
 
 if TYPE_CHECKING:
     from isokron.attribution import Attributor, Query
+    from isokron.tasks import Task
 
 RunFolder = Annotated[Path, typer.Argument(help="Folder of the run.", metavar="RUN")]
 
@@ -111,11 +112,12 @@ class Asked:
     verify: bool = option(
         False,
         "Take one real training step on the top proponents, on random examples and on the "
-        "opponents, show how the loss of the query changes, and predict it without an example.",
+        "opponents, show how the loss of the query changes, and predict its change if an example "
+        "were left out.",
     )
 
     def check(self) -> None:
-        """Refuse what does not go together, before anything is loaded or written."""
+        """Refuse options that do not go together, before anything is loaded or written."""
         prompts, completions = self.prompt or [], self.completion or []
         if not (self.query or prompts):
             raise ValueError("give a query: --query eval:0, --query 'a text' or --prompt 'a text'")
@@ -125,14 +127,16 @@ class Asked:
         if self.verify and self.mode != "individual":
             raise ValueError(f"--verify needs --mode individual, got {self.mode!r}")
 
-    def read(self, a: Attributor) -> list[Query]:
+    def read(self, task: Task | None, a: Attributor | None = None) -> list[Query]:
+        """The queries; `a` has the model, which writes completions, and the ids of examples."""
         from isokron.attribution.queries import read_queries
 
-        assert a.task is not None
+        assert task is not None
         prompts = self.prompt or []
         completions: Sequence[str | None] = self.completion or [None] * len(prompts)
         pairs = list(zip(prompts, completions, strict=True))
-        return read_queries(a.task, a.subject.model, self.query or [], pairs, ids=a.data.ids)
+        model, ids = (None, ()) if a is None else (a.subject.model, a.data.ids)
+        return read_queries(task, model, self.query or [], pairs, ids=ids)
 
     def settings(self) -> dict[str, Any]:
         return {"mode": self.mode, "by_layer": self.by_layer, "verify": self.verify}
@@ -171,19 +175,19 @@ def attribute(
 
       isokron attribute runs/mine --model path/to/model --data train.jsonl --prompt "Who was"
     """
-    # before the model is loaded or trained, which may take minutes
+    # checked before the model is loaded or trained, which may take minutes
     asked.check()
     if scoring.store is False and rows.dim is not None:
-        raise ValueError("--dim is of a store, and --no-store asks for none; leave one of them out")
+        raise ValueError("--dim needs a store and --no-store forbids one; leave out one of them")
     with Display() as progress:
-        a = open_run(run, progress, source, resources)
-        queries = asked.read(a)
+        a = open_run(run, progress, source, resources, check=asked.read)
+        queries = asked.read(a.task, a)
         use_store, why = a.choose(queries)
         if not use_store and a.folder.stage("build") is not None:
             use_store, why = True, "the run has a store"
         demanded = scoring.store is not None or rows.dim is not None
         if demanded:
-            use_store, why = scoring.store is not False, "as asked for"
+            use_store, why = scoring.store is not False, "as requested"
         announce(a, progress, curvature, queries)
         progress(f"scores: {'store' if use_store else 'exact'}; {why}", 0, 0)
         with work():
@@ -227,7 +231,7 @@ def build(run: RunFolder, rows: StoreRows, resources: Resources) -> None:
 
     Example:
 
-      isokron build runs/digits --dim 16 --store-dtype bfloat16
+      isokron build runs/digits --store-dtype bfloat16
     """
     with Display() as progress:
         a = open_run(run, progress, machine=resources)
@@ -268,7 +272,7 @@ def score(
     asked.check()
     with Display() as progress:
         a = open_run(run, progress, machine=resources)
-        queries = asked.read(a)
+        queries = asked.read(a.task, a)
         with work():
             settings = {**asdict(scoring), **asked.settings(), "damping": resources.damping}
             scores = a.score(queries, **settings)
@@ -277,7 +281,7 @@ def score(
 
 
 def score_self(run: Path, scoring: Scoring, resources: Resources) -> None:
-    """Write the influence of all examples on themselves, and show the largest."""
+    """Write the self-influence of all examples, and print the largest."""
     from safetensors.torch import save
 
     from isokron.distributed.team import in_turn
@@ -316,10 +320,10 @@ def query(
     failed = False
     for text in input_lines():
         try:
-            queries = Asked(query=[text]).read(a)
+            queries = Asked(query=[text]).read(a.task, a)
             scores = a.score(queries, damping=resources.damping, save=False, **asdict(scoring))
         except (ValueError, FloatingPointError) as error:
-            # the next line may be right
+            # continue with the next line
             failed = True
             process.complain(str(error))
             continue
@@ -333,7 +337,7 @@ def query(
 
 
 def input_lines() -> Iterator[str]:
-    """The lines of stdin that are not empty; a terminal shows a prompt."""
+    """Non-empty lines of stdin, with a prompt in a terminal."""
     prompt = "query> " if sys.stdin.isatty() else ""
     typer.echo(prompt, nl=False, err=True)
     for line in sys.stdin:
@@ -349,7 +353,7 @@ def report(run: RunFolder) -> None:
 
       isokron report runs/digits
     """
-    recorded_source(run)  # refuses a folder that has no run
+    recorded_source(run)  # raises if the folder has no run
     typer.echo(f"Page: {write_page(run).resolve()}")
 
 
@@ -364,16 +368,19 @@ def write_page(run: Path) -> Path:
 def announce(
     a: Attributor, progress: Display, curvature: RunCurvature, queries: Sequence[Query] = ()
 ) -> None:
-    """Show what the run covers and needs, and refuse what is too much, before the work begins."""
-    most, count = len(a.data), curvature.fit_examples
-    if count is not None and count > most:
-        raise ValueError(f"--fit-examples must be from 1 to the {most} of the run, got {count}")
+    """Print covered layers, skipped documents and memory; refuse a run that does not fit."""
+    from isokron.report.render import plural
+
+    most, examples = len(a.data), curvature.fit_examples
+    if examples is not None and examples > most:
+        raise ValueError(f"--fit-examples must be from 1 to the {most} of the run, got {examples}")
     progress(a.selection.summary(), 0, 0)
     assert a.task is not None
     skipped = a.task.skipped
     if skipped:
         names = ", ".join(skipped[:3]) + (", …" if len(skipped) > 3 else "")
-        progress(f"skipped {len(skipped)} documents of fewer than two tokens: {names}", 0, 0)
+        count = plural(len(skipped), "document")
+        progress(f"skipped {count} with fewer than two tokens: {names}", 0, 0)
     plan = a.memory_plan(curvature.method, queries)
     progress(plan.summary(), 0, 0)
     plan.check()
@@ -403,8 +410,8 @@ def evaluate(
     source = recorded_source(run)
     if source.model is not None or source.weights is not None:
         raise ValueError(
-            f"{run} explains a model that was trained elsewhere, and cannot be retrained here; "
-            "call isokron.attribution.evaluate.evaluate with a training function of your own"
+            f"{run} has a model that was trained elsewhere and cannot be retrained by this "
+            "command; call isokron.attribution.evaluate.evaluate with a training function"
         )
     with Display() as progress:
         a = open_run(run, progress)

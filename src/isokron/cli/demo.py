@@ -11,9 +11,9 @@ from isokron.cli.source import Resources, Source
 
 TASK = "speeches-tiny"
 STEPS = 150
-# three values around each one's best, found by the full sweeps of `isokron race`
+# three values around the best of each, from full sweeps with `isokron race`
 RATES = {"adamw": "1e-3,3e-3,1e-2", "muon": "1e-2,3e-2,1e-1", "soap": "1e-2,3e-2,1e-1"}
-# the model that is explained: its training examples and steps, and what it is asked about
+# training examples and steps of the explained model, and a query
 EXAMPLES, LEARNED = 2000, 600
 TEXT = "Fellow-Citizens of the Senate and House of Representatives"
 

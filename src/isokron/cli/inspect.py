@@ -1,4 +1,4 @@
-"""`isokron inspect`: how ill-conditioned a task's model is."""
+"""`isokron inspect`: the conditioning of a task's model."""
 
 from dataclasses import asdict
 from pathlib import Path

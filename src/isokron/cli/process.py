@@ -24,13 +24,13 @@ _launched: Launched | None = None  # the process group, until the process ends
 
 
 class FailedWork(Exception):
-    """FailedWork work, as opposed to a wrong call; its cause is the error."""
+    """The work failed, as opposed to a wrong call; the cause is the error."""
 
 
 def join(arguments: Sequence[str]) -> None:
     """Join the process group if torchrun started several processes, all with the same arguments."""
     global _launched
-    # looked up here too, so that a single process does not wait for torch to load
+    # checked here as well, so that a single process need not load torch
     if os.environ.get("WORLD_SIZE", "1") in ("", "0", "1"):
         return
     from isokron.distributed.launch import join
@@ -55,7 +55,7 @@ def ranks() -> Ranks | None:
 
 
 def leads() -> bool:
-    """Whether this process prints and writes for all."""
+    """Whether this process prints and writes for all ranks."""
     return _launched is None or _launched.ranks.rank == 0
 
 
@@ -112,10 +112,10 @@ def named_options(message: str, options: Mapping[str, str]) -> str:
 
 
 def _place(error: Exception) -> str:
-    """The line of the user's own code in which the error was raised, if it was."""
+    """The line of the user's code in which the error was raised, or ""."""
     library = (str(Path(__file__).parents[1]), str(Path(traceback.__file__).parent), "<")
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        # frames of this package, of Python's library and of code without a file are not the user's
+        # skip frames of this package, of Python's library and of code without a file
         if not frame.filename.startswith(library) and "site-packages" not in frame.filename:
             name = Path(frame.filename).name
             return f" ({name}, line {frame.lineno}; ISOKRON_TRACEBACK=1 shows all)"
@@ -132,6 +132,5 @@ def leave(code: int) -> NoReturn:
         _launched.leave()
     else:
         _launched.give_up()
-    # the usual exit would close connections on which other ranks still wait, and their threads
-    # have been seen to abort the process
+    # a normal exit closes connections on which other ranks wait, and may abort their threads
     os._exit(code)

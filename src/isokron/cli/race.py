@@ -48,7 +48,7 @@ def race(
     prepared = Race(task, split_specs(optimizers), steps, seeds, rates, shortest)
     folder = out or Path("runs") / f"race-{slug(task)}"
     advice = "continue with the same command and --resume"
-    # a folder that cannot be used is a wrong call, so it is opened before the work
+    # opened outside of `work`, since an unusable folder is a wrong call
     with race_folder(folder, prepared.settings, resume), work(advice):
         with Display() as progress:
             result = prepared.run(folder, progress)
@@ -61,7 +61,7 @@ def race(
 
 
 def parse_rates(texts: Sequence[str]) -> dict[str, list[float]] | None:
-    """`a,b` → for all, `name=a,b` → for one, joined if repeated; None without any."""
+    """Learning rates from `a,b` (all optimizers) and `name=a,b` (one); None without any."""
     from isokron.race.race import EVERY
 
     rates: dict[str, list[float]] = {}

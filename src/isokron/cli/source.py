@@ -1,8 +1,9 @@
-"""Where a run's model and data come from: a task, or a pretrained model and files."""
+"""The source of a run's model and data: a task, or a pretrained model and files."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -16,18 +17,18 @@ if TYPE_CHECKING:
     from isokron.tasks import Task
     from isokron.training import Progress
 
-STEPS = 300  # of training, for a task whose model has not been trained
+STEPS = 300  # default training steps of a task's model
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 def option(default: Any, help: str, **more: Any) -> Any:
-    """A field of a dataclass that commands take as an option; more: arguments of typer.Option."""
+    """A dataclass field that is a command-line option; more: arguments of typer.Option."""
     return field(default=default, metadata={"help": help, **more})
 
 
 @dataclass(frozen=True)
 class Source:
-    """The options that say where model and data come from; run.json has those that were given."""
+    """Options for model and data; run.json records those that differ from the defaults."""
 
     panel: ClassVar[str] = "Model and data"
     task: str | None = option(None, "Built-in task, module:function or file.py:function.")
@@ -47,7 +48,7 @@ class Source:
     steps: int | None = option(
         None, "Train a task's model for N steps of AdamW. Default: 300, 0 with --weights.", min=0
     )
-    lr: float = option(3e-3, "Learning rate for --steps.")
+    lr: float = option(3e-3, "Learning rate for --steps.", min=0)
     seed: int = option(0, "Random seed.")
     examples: int | None = option(None, "Use only N training examples, evenly spaced.", min=1)
     dtype: Dtype = option("float32", "Dtype of the weights of --model.")
@@ -65,22 +66,21 @@ class Source:
     )
 
     def resolved(self) -> Source:
-        """The same source in any working directory; refuses what cannot be one."""
+        """The source with absolute paths, after checking that its options go together."""
         if self.task is None and (self.model is None or self.data is None):
             raise ValueError("a new run needs --task, or --model and --data")
         if self.task is not None and (self.model is not None or self.data is not None):
             raise ValueError("give --task, or --model and --data, not both")
         if self.weights is not None and self.steps:
-            raise ValueError("--weights are trained already; leave --steps or --weights out")
+            raise ValueError("--weights are already trained; leave out --steps or --weights")
         if self.weights is not None and not Path(self.weights).is_file():
             raise ValueError(f"--weights: no file {self.weights!r}")
         return self.with_paths()
 
     def with_paths(self) -> Source:
-        """The same source with absolute paths."""
+        """The source with absolute paths, since later commands may run in another folder."""
         from isokron.tasks.catalog import resolved
 
-        # later commands on the run may be called from another folder
         names = [name for name in ("task", "model", "data", "weights") if getattr(self, name)]
         paths: dict[str, Any] = {
             name: resolved(getattr(self, name), task=name == "task") for name in names
@@ -88,7 +88,7 @@ class Source:
         return replace(self, **paths)
 
     def given(self) -> dict[str, Any]:
-        """What differs from the defaults, for run.json and for the command on the page."""
+        """Options that differ from the defaults, for run.json and the command on the page."""
         values = {option.name: getattr(self, option.name) for option in fields(self)}
         return {name: value for name, value in values.items() if value != getattr(Source(), name)}
 
@@ -104,14 +104,21 @@ class Source:
         assert self.data is not None
         settings: dict[str, Any] = {"context": self.context, "long": self.long, "evaluation": 0}
         label = self.label or ("label" if self.kind == "classifier" else None)
-        # read before the model is looked for, which may be far away
+        # read first, since loading the model may take long
         documents = read_documents(self.data, text=self.text, label=label, id=self.id)
         if self.kind == "classifier":
-            return classifier(self.model, documents, dtype=self.dtype, **settings)
-        return language_model(self.model, documents, dtype=self.dtype, chat=self.chat, **settings)
+            task = classifier(self.model, documents, dtype=self.dtype, **settings)
+        else:
+            settings["chat"] = self.chat
+            task = language_model(self.model, documents, dtype=self.dtype, **settings)
+        from transformers.utils import logging
+
+        # commands show their own progress
+        logging.disable_progress_bar()
+        return task
 
     def load_model(self, task: Task, folder: Path, progress: Progress) -> nn.Module:
-        """The model with the weights of --weights, of the folder or of the task, or trained now."""
+        """The model with weights from --weights, the run's folder or the task, or trained now."""
         from safetensors import safe_open
         from safetensors.torch import save_model
 
@@ -120,7 +127,7 @@ class Source:
         from isokron.training import load_weights_, make_model, train_
 
         model, path, saved = make_model(task, self.seed), folder / WEIGHTS, None
-        # what trained weights depend on; a command that was stopped may have left others
+        # settings that the weights depend on; a stopped command may have left other weights
         names = ("task", "model", "data", "steps", "lr", "seed", "examples")
         settings = json.dumps([getattr(self, name) for name in names])
         if path.exists():
@@ -135,14 +142,14 @@ class Source:
             examples = spread(len(task.train), self.examples or len(task.train))
             train_(model, task, steps, self.lr, self.seed, progress, examples)
             folder.mkdir(parents=True, exist_ok=True)
-            # complete or not there at all, whenever the process is killed
+            # renamed when complete, since the process may be killed
             temporary = folder / f".{WEIGHTS}.tmp"
             save_model(model, str(temporary), {"training": settings})
             temporary.replace(path)
         return model.eval()
 
     def trained_on(self, task: Task, examples: Tensor, seed: int) -> nn.Module:
-        """A new model, trained on these examples as the run's model was on all."""
+        """A new model, trained on these examples like the run's model on all of them."""
         from isokron.training import make_model, train_
 
         model = make_model(task, seed)
@@ -153,7 +160,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Machine:
-    """The options that all commands on a run have in common."""
+    """Options of all commands on a run."""
 
     panel: ClassVar[str] = "Computation"
     device: str | None = option(None, "Device, such as cuda. Default: cuda if there is one.")
@@ -164,7 +171,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Resources(Machine):
-    """The options of commands that use H⁻¹."""
+    """Options of commands that use H⁻¹."""
 
     damping: float | None = option(
         None, "Damping, as a multiple of each layer's mean eigenvalue. Default: 0.1.", min=0
@@ -176,20 +183,25 @@ def open_run(
     progress: Progress,
     source: Source | None = None,
     machine: Machine = Machine(),
+    check: Callable[[Task], object] | None = None,
 ) -> Attributor:
-    """The run in a folder; `source` begins a new one, or must be that of the run."""
+    """Open the run in a folder, or begin a new one; `source` must match an existing run.
+
+    check: called with the task before its model is trained.
+    """
     import torch
 
     from isokron.attribution import Attributor
-    from isokron.attribution.run_folder import RECORD, check_folder, check_same
+    from isokron.attribution.run_folder import RECORD, WEIGHTS, has_results
     from isokron.distributed.team import in_turn
+    from isokron.files import check_free, check_same
 
-    check_folder(folder)
-    if source is None or (folder / RECORD).exists():
-        recorded = recorded_source(folder)
-        if source is not None and source != Source():
-            check_same(folder, "source", recorded.given(), source.with_paths().given())
-        source = recorded
+    check_free(folder, RECORD, ours=[WEIGHTS])
+    if source is None or (source == Source() and (folder / RECORD).exists()):
+        source = recorded_source(folder)
+    elif has_results(folder):
+        recorded = recorded_source(folder).given()
+        check_same(folder, "source", recorded, source.with_paths().given())
     source = source.resolved()
     device = machine.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -201,7 +213,9 @@ def open_run(
     if source.examples is not None and source.examples > most:
         limit = f"from 1 to the {most} training examples"
         raise ValueError(f"--examples must be {limit}, got {source.examples}")
-    # the first rank trains, and the others read its weights
+    if check is not None and not task.trained:
+        check(task)
+    # the first rank trains, the others read its weights
     with in_turn(process.ranks(), "loading or training the model"):
         model = source.load_model(task, folder, progress)
     return Attributor(

@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from isokron.attribution import Attributor, Query, Scores
     from isokron.tasks import Shown
 
-LOG_WIDTH = 250  # of a table with every column, where there is no terminal
-QUIET_SECONDS = 10.0  # between lines of progress where there is no terminal
-SHOWN = 3  # examples of each sign and query
+LOG_WIDTH = 250  # columns of a table that is not printed to a terminal
+QUIET_SECONDS = 10.0  # between lines of progress outside a terminal
+SHOWN = 3  # proponents and opponents per query
 WIDTH = 60  # characters of a text
 
 
 class Display:
-    """Shows progress on stderr; see isokron.training.Progress. Only one of several ranks shows it.
+    """Shows progress on stderr, on the first rank only; see isokron.training.Progress.
 
-    In a terminal one bar is redrawn in place and removed at the end. Elsewhere there is a line
-    every ten seconds, at the end of every stage, and for every message.
+    A terminal has one progress bar, which is removed at the end. A log has a line every ten
+    seconds, at the end of every stage, and for every message.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -93,7 +93,7 @@ def peak_memory() -> str:
 
 
 def output(least: int = 0, log: int = LOG_WIDTH) -> Console:
-    """The console of stdout, at least so wide; a log, which does not wrap, has `log` columns."""
+    """The console of stdout with at least `least` columns; `log` columns if not a terminal."""
     console = Console()
     width = max(console.width, least) if console.is_terminal else log
     return Console(width=width, markup=False, highlight=False)
@@ -102,18 +102,18 @@ def output(least: int = 0, log: int = LOG_WIDTH) -> Console:
 def fitted_table(
     title: str, cells: list[list[str]], width: int, bold: int = -1, spare: Sequence[str] = ()
 ) -> Table:
-    """A table for the terminal. cells: the head, then the rows; bold: number of a row.
+    """A table for the terminal. cells: header, then rows; bold: index of a row.
 
-    If it is too wide, the columns named in `spare` are left out in that order; without `spare`,
-    rows become columns.
+    If it is wider than `width`, columns are dropped in the order of `spare`; without `spare`, the
+    table is transposed.
     """
 
-    def least(column: Sequence[Text]) -> int:
-        # heads may break between words
-        return max(map(len, [*str(column[0]).split(), *map(str, column[1:])]))
-
     def fits() -> bool:
-        return 1 + sum(least(column) + 3 for column in columns) < width
+        return 1 + sum(longest(column) + 3 for column in columns) < width
+
+    def longest(column: Sequence[Text]) -> int:
+        # headers may break between words
+        return max(map(len, [*str(column[0]).split(), *map(str, column[1:])]))
 
     rows = [
         [Text(cell, "bold" if i == bold else "") for cell in row] for i, row in enumerate(cells)
@@ -126,24 +126,21 @@ def fitted_table(
         columns = [tuple(row) for row in rows]
     table = Table(title=Text(title), title_justify="left")
     for i, column in enumerate(columns):
-        table.add_column(
-            column[0],
-            justify="left" if i == 0 else "right",
-            overflow="fold",
-            vertical="bottom",
-            min_width=least(column) if fits() else None,
-        )
+        options: dict[str, Any] = {"overflow": "fold", "vertical": "bottom"}
+        options["min_width"] = longest(column) if fits() else None
+        table.add_column(column[0], justify="right" if i else "left", **options)
     for row in zip(*(column[1:] for column in columns), strict=True):
         table.add_row(*row)
     return table
 
 
 def show_scores(a: Attributor, queries: Sequence[Query], scores: Scores, most: int = SHOWN) -> None:
-    """The top examples of every query, a line each, with their share of the positive influence."""
+    """Print the top examples of every query with their shares of the positive influence."""
     if scores.noise is not None:
+        hint = "" if scores.noise.spearman >= 0.9 else "; use a larger --dim, or --no-store"
         typer.echo(
             f"\nProjected scores: rank correlation {scores.noise.spearman:.2f} with exact ones on "
-            f"{scores.noise.sample} examples"
+            f"{scores.noise.sample} examples{hint}"
         )
     one_by_one = len(scores) == len(queries)
     for number, top in enumerate(scores.top(most)):
@@ -154,20 +151,21 @@ def show_scores(a: Attributor, queries: Sequence[Query], scores: Scores, most: i
         positive = float(scores[number].clamp_min(0).sum())
         for sign, ranked in (("+", top.proponents), ("−", top.opponents)):
             for entry in ranked:
-                # without a proponent there is nothing to have a share of
-                share = abs(entry.score) / positive if positive else 0.0
-                size = f"{share:7.2%}" if positive else f"{abs(entry.score):7.3g}"
-                typer.echo(f"  {sign} {size}  {entry.id:<20}  {example_line(a, entry.example)}")
+                # without proponents there is no positive influence, and scores are shown instead
+                size = abs(entry.score) / (positive or 1.0)
+                size_text = f"{size:7.2%}" if positive else f"{size:7.3g}"
+                line = f"{entry.id:<20}  {example_line(a, entry.example)}"
+                typer.echo(f"  {sign} {size_text}  {line}")
         checked = scores.answers[number]["verify"] if scores.answers else None
         if checked is not None:
             groups = ("proponents", "random", "opponents")
             moves = [f"{g} {checked[g]:+.3g}" for g in groups if checked[g] is not None]
             before = f"{checked['before']:.3g}"
-            typer.echo(f"  one step changed the loss of {before} nats: {', '.join(moves)}")
+            typer.echo(f"  loss {before} nats, change after one step on: {', '.join(moves)}")
             foremost = scores.answers[number]["proponents"][0]
             if foremost["nats"] is not None:
-                nats = f"{foremost['nats']:+.3g}"
-                typer.echo(f"  leaving out {foremost['id']}: predicted {nats} nats")
+                change = f"{foremost['nats']:+.3g} nats"
+                typer.echo(f"  predicted change without {foremost['id']}: {change}")
 
 
 def score_records(
@@ -197,13 +195,13 @@ def one_line(shown: Shown, width: int = WIDTH) -> str:
 
 
 def show_evaluation(results: Mapping[str, Any]) -> None:
-    """The results of `isokron evaluate`, a line each."""
-    typer.echo("Linear datamodelling score, mean over queries and its standard error:")
+    """Print the results of `isokron evaluate`."""
+    typer.echo("Linear datamodelling score, mean over queries ± standard error:")
     for name, level in results["lds"].items():
         typer.echo(f"  {name:<28} {level['mean']:6.3f} ± {level['error']:.3f}")
-    typer.echo("Rank correlation of a store's scores with exact ones, by its dimension:")
+    typer.echo("Rank correlation of a store's scores with exact ones, by dimension:")
     typer.echo("  " + ", ".join(f"{dim}: {rho:.3f}" for dim, rho in results["projected"].items()))
     if results["mislabelled"]:
-        typer.echo("Area under ROC of finding flipped labels:")
+        typer.echo("Area under the ROC curve of finding flipped labels:")
         for name, value in results["mislabelled"].items():
             typer.echo(f"  by {name:<25} {value:6.3f}")

@@ -13,8 +13,8 @@ from isokron.report import render
 from isokron.report.charts import COLOURS, Line, Mark, Plot, standalone
 from isokron.report.render import MISSING, finite, memory
 
-WIDE = 8.0  # a loss that falls by more than this factor reads better on a log scale
-SETTLED = 0.12  # share of the steps after which the fall from the start no longer fills the plot
+WIDE = 8.0  # losses with a larger ratio of maximum to minimum have a log scale
+SETTLED = 0.12  # fraction of the steps that is ignored in the range of the y-axis
 
 
 def write_reports(result: Result, folder: Path) -> None:
@@ -28,7 +28,7 @@ def write_reports(result: Result, folder: Path) -> None:
 
 
 def as_json(result: Result) -> str:
-    """Settings, standings, runs; the training loss of every step stays in the runs' files."""
+    """Settings, standings and runs, without training losses, which are in the files of runs."""
     value = asdict(result)
     for record in (*value["runs"], *value["probes"]):
         del record["train_losses"]
@@ -36,7 +36,7 @@ def as_json(result: Result) -> str:
 
 
 def page(result: Result) -> str:
-    """The page as one HTML file that needs nothing else."""
+    """The page as one self-contained HTML file."""
     winner = result.winner
     runs = result.runs_of(winner.optimizer, winner.best_lr) if winner is not None else []
     head, *rows = table(result)
@@ -57,7 +57,7 @@ def page(result: Result) -> str:
 
 
 def sentences(result: Result) -> list[str]:
-    """The verdict and the circumstances in a sentence each, then notes on how to read the table."""
+    """A sentence on the result, one on the setting, then notes on the table."""
     return render.render("race.txt", result=result, s=result.settings).strip().split("\n")
 
 
@@ -68,7 +68,7 @@ def table(result: Result) -> list[list[str]]:
 
 
 def _row(s: Standing, result: Result) -> dict[str, str]:
-    """Column → text; shortest schedules have columns only where they were searched."""
+    """Column → text; there are columns for shortest schedules only if they were searched."""
     runs = result.runs_of(s.optimizer)
     missed = MISSING if result.goal is None else "not reached"
     seconds = (s.model_seconds, s.optimizer_seconds)
@@ -84,7 +84,7 @@ def _row(s: Standing, result: Result) -> dict[str, str]:
         "optimizer memory": memory(s.optimizer_bytes),
         "diverged": f"{s.diverged} of {len(runs)} runs" if s.diverged else "none",
     }
-    # what has no best learning rate has no numbers: only the outcome is told
+    # without a best learning rate there are no numbers, only the outcome
     if s.best_lr is None:
         tried = len(runs) and s.diverged == len(runs)
         state = "failed" if s.failure else "diverged" if tried else "not finished"
@@ -104,7 +104,7 @@ def _ratio(value: float | None, ratio: float | None, unit: str, word: str) -> st
 
 
 def _shortest_cells(s: Standing, result: Result) -> dict[str, str]:
-    """Steps and seconds of the shortest schedule, and what share they are of AdamW's."""
+    """Steps and seconds of the shortest schedule, with their ratio to AdamW's."""
     steps, goal = result.settings["steps"], result.goal
     if goal is None:
         cells = (MISSING, MISSING)
@@ -125,7 +125,7 @@ def loss_plot(result: Result, by: str) -> Plot:
     """Evaluation loss by "step" or "time" (steps × time of a step), at the best learning rates."""
     finishers = [s for s in result.standings if s.best_lr is not None]
     lines = []
-    # the yardstick last, so that its dashes stay visible on top; thin lines below all means
+    # AdamW's dashed line is drawn last, on top of the others; thin lines are below all means
     for s in reversed(finishers):
         colour = result.standings.index(s)
         runs = result.runs_of(s.optimizer, s.best_lr)
@@ -137,7 +137,7 @@ def loss_plot(result: Result, by: str) -> Plot:
     lines.sort(key=lambda line: not line.thin)
     losses = [[loss for _, loss in line.points] for line in lines]
     low = min((min(curve) for curve in losses), default=0.0)
-    # crop the first fall, which is alike for all and would flatten the rest
+    # crop the initial fall, which would flatten the remaining curve
     high = max((max(curve[math.ceil(SETTLED * len(curve)) :]) for curve in losses), default=1.0)
     log = _wide([low, high])
     margin = (high / low) ** 0.06 if log else 0.06 * (high - low) or 0.5

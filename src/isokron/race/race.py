@@ -1,4 +1,4 @@
-"""A race from its arguments to its result: its folder, and the runs that are missing in it."""
+"""Run a race: validate its arguments, train the runs missing in its folder, write the reports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import torch
 
 from isokron._version import __version__
-from isokron.files import lock, write_atomically
+from isokron.files import check_free, check_same, lock, write_json
 from isokron.optimizers_by_name import YARDSTICK, resolve
 from isokron.race import train
 from isokron.race.page import write_reports
@@ -29,7 +29,7 @@ from isokron.training import Progress, digest, make_model, silent
 
 EVERY = "*"  # in a mapping of learning rates: all optimizers not named
 EXTENSIONS = 2  # of a sweep whose best learning rate lies at an edge
-FACTOR = 3.0  # between neighbours in an extended sweep
+FACTOR = 3.0  # between learning rates of an extended sweep
 SETTINGS, RUNS = "settings.json", "runs"
 NEW_FOLDER = "give a new folder with --out"
 
@@ -50,17 +50,17 @@ def run(
     resume: bool = False,
     progress: Progress = silent,
 ) -> Result:
-    """Race optimizers on a task; `adamw` always takes part.
+    """Compare optimizers on a task; `adamw` always takes part.
 
     Args:
-        task: a Task, or the name of one as for `isokron race --task`.
-        optimizers: names of built-in ones, or `module:name`, with options in parentheses.
-        steps: length of a run.
+        task: a Task, or its name as for `isokron race --task`.
+        optimizers: built-in names, or `module:name`, with options in parentheses.
+        steps: training steps per run.
         seeds: runs per learning rate.
         lrs: learning rates for all, or optimizer → learning rates ("*" for the others). By default
-            each optimizer has its own sweep, which grows while its best value lies at an edge.
+            each optimizer has its own sweep, extended while its best value lies at an edge.
         shortest: also find the shortest schedule with which each optimizer reaches AdamW's loss.
-        out: folder for the files and the page; None keeps no files.
+        out: folder for the files and the page; None writes none.
         resume: continue the race in `out`.
         progress: called with (stage, steps done, steps in total, note).
     """
@@ -75,7 +75,10 @@ def run(
 
 
 class Race:
-    """A race with checked arguments, those of `run`; settings: all that its results depend on."""
+    """A race with the validated arguments of `run`.
+
+    settings: everything that its results depend on.
+    """
 
     def __init__(
         self,
@@ -93,8 +96,7 @@ class Race:
         self.entrants = {spec: resolve(spec) for spec in specs}
         rates = _rates(lrs, specs)
         self.task = task = task if isinstance(task, Task) else load(task)
-        # changes no run of the race, so it is not among the settings: a race may be resumed with
-        # or without the search for the shortest schedules
+        # not among the settings: a race may be resumed with or without this search
         self.shortest = shortest
         model = make_model(task, 0)
         tensors = [*task.train.tensors, *task.held_out.tensors, *model.state_dict().values()]
@@ -119,11 +121,11 @@ class Race:
         }
 
     def run(self, folder: Path, progress: Progress = silent) -> Result:
-        """Train the runs missing in a folder held by `race_folder`, and write the reports.
+        """Train the runs missing in a folder locked by `race_folder`, and write the reports.
 
-        Ctrl-C leads to an incomplete result.
+        After Ctrl-C the result is incomplete.
         """
-        # a failed run is tried again: what made the optimizer fail may have been repaired
+        # failed runs are repeated, since the optimizer may have been fixed
         saved = [run for run in read_runs(folder) if run.status != "failed"]
         done: dict[Key, Run] = {(r.optimizer, r.lr, r.seed, r.schedule): r for r in saved}
         total, complete = 0, False
@@ -134,7 +136,7 @@ class Race:
                     progress(f"{len(missing)} more runs: {why}", 0, 0)
                 first, total = total + 1, total + len(missing)
                 for number, key in enumerate(missing, start=first):
-                    # entered before it is written: Ctrl-C in between must not hide what is on disk
+                    # added before it is written, so that Ctrl-C cannot separate the two
                     done[key] = self._train(key, f"run {number} of {total}", progress)
                     write_run(folder, done[key])
             complete = True
@@ -161,12 +163,12 @@ class Race:
         return run
 
     def _rounds(self, done: Mapping[Key, Run]) -> Iterator[tuple[Iterable[Key], str]]:
-        """Runs to train, and why: the sweeps, their extensions, then the shorter schedules."""
+        """Runs to train, with a reason: sweeps, their extensions, then shorter schedules."""
         seeds = self.settings["seeds"]
         sweeps = {spec: list(lrs) for spec, lrs in self.settings["learning rates"].items()}
         yield interleaved(sweeps, seeds), ""
         for _ in range(EXTENSIONS):
-            # a resumed race may have runs of later extensions on disk
+            # without runs of later extensions, which a resumed race may have on disk
             runs = [run for run in done.values() if run.lr in sweeps[run.optimizer]]
             extended = {
                 s.optimizer: [lr]
@@ -190,12 +192,12 @@ class Race:
 
 
 def _rates(lrs: Rates, specs: Collection[str]) -> dict[str, list[float]]:
-    """Optimizer → the learning rates asked for, of those that have any."""
+    """Optimizer → its learning rates, for optimizers that were given any."""
     named = {} if lrs is None else dict(lrs) if isinstance(lrs, Mapping) else {EVERY: lrs}
     for spec, rates in named.items():
         if spec not in (EVERY, *specs):
             present = f"in the race are {', '.join(specs)}"
-            raise ValueError(f"lr is given for {spec!r}, which does not take part; {present}")
+            raise ValueError(f"lr is given for {spec!r}, which is not in the race; {present}")
         wrong = [lr for lr in rates if not (lr > 0 and math.isfinite(lr))]
         if wrong or not rates:
             value = wrong[0] if wrong else "none"
@@ -216,34 +218,34 @@ def machine() -> str:
 
 def interleaved(sweeps: Mapping[str, Sequence[float]], seeds: int) -> Iterator[Key]:
     """Runs by seed, then by position in the sweep, then by optimizer."""
-    # optimizers take turns, so that a slow minute of the machine hits all alike
+    # optimizers take turns, so that a slow phase of the machine affects all of them
     for seed in range(seeds):
         for lrs in zip_longest(*sweeps.values()):
             yield from ((s, lr, seed, None) for s, lr in zip(sweeps, lrs, strict=True) if lr)
 
 
 def next_lr(standing: Standing) -> float | None:
-    """The learning rate beyond the edge at which the best lies; None if it lies inside."""
+    """The learning rate beyond the edge of the sweep at which the best lies, or None."""
     lrs, best = standing.lrs, standing.best_lr
-    # smaller also if all diverged
+    # if all diverged, a smaller one
     if best is None or best == lrs[0]:
         return None if standing.failure else float(f"{lrs[0] / FACTOR:.3g}")
     return float(f"{lrs[-1] * FACTOR:.3g}") if best == lrs[-1] else None
 
 
 def slug(text: str, limit: int = 60) -> str:
-    """A file name for any text; changed texts carry a hash, so that no two collide."""
+    """A file name for any text; if characters are replaced, a hash keeps it unique."""
     safe = re.sub(r"[^A-Za-z0-9._=-]+", "_", text)[:limit].strip(".")
     return safe if safe == text else f"{safe}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
 
 
 def open_folder(folder: Path, marker: str) -> None:
-    """Make the folder, unless it cannot be written or has files but not the file `marker`."""
-    content = [path.name for path in folder.glob("*") if not path.name.startswith(".")]
-    if content and marker not in content:
-        problem = f"has other files in it (such as {content[0]})"
-        raise ValueError(f"out {str(folder)!r} {problem}; {NEW_FOLDER}")
-    # before any work: results that cannot be written would be lost
+    """Create a folder for results; refuse one that is not writable or has other files in it.
+
+    marker: a file by which an earlier result is recognized.
+    """
+    check_free(folder, marker)
+    # tried before any work, which would be lost otherwise
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -255,34 +257,28 @@ def open_folder(folder: Path, marker: str) -> None:
 
 @contextmanager
 def race_folder(folder: Path, settings: Mapping[str, Any], resume: bool) -> Iterator[None]:
-    """Hold a folder free for a new race, or one whose race has these settings and is resumed."""
+    """Lock a folder for a new race, or to resume a race with the same settings."""
     open_folder(folder, SETTINGS)
     with (folder / ".lock").open("wb") as file:
         if not lock(file, wait=False):
-            problem = "another process is racing in it; wait until it ends"
+            problem = "another process is running a race in it; wait until it ends"
             raise ValueError(f"out {str(folder)!r}: {problem}, or {NEW_FOLDER}")
-        # a folder in which no run was finished is free
+        # a folder without a finished run can be reused
         if any(folder.glob(f"{RUNS}/[!.]*.json")):
             if not resume:
                 problem = "already holds a race; continue it with --resume"
                 raise ValueError(f"out {str(folder)!r} {problem}, or {NEW_FOLDER}")
             saved = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
-            for name in (*settings, *saved):
-                before, now = saved.get(name), settings.get(name)
-                if before != now:
-                    problem = f"{name} was {before!r} and is now {now!r}; use the same settings"
-                    raise ValueError(f"cannot resume: {problem}, or {NEW_FOLDER}")
+            check_same(folder, "race", saved, settings)
         (folder / RUNS).mkdir(exist_ok=True)
-        text = json.dumps(settings, indent=1, ensure_ascii=False) + "\n"
-        write_atomically(folder / SETTINGS, [text.encode()])
+        write_json(folder / SETTINGS, settings)
         yield
 
 
 def write_run(folder: Path, run: Run) -> None:
     length = "" if run.schedule is None else f"-steps{run.schedule}"
     name = f"{slug(run.optimizer)}-lr{run.lr!r}-seed{run.seed}{length}.json"
-    text = json.dumps(asdict(run), indent=1, allow_nan=False) + "\n"
-    write_atomically(folder / RUNS / name, [text.encode()])
+    write_json(folder / RUNS / name, asdict(run))
 
 
 def read_runs(folder: Path) -> list[Run]:

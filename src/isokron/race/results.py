@@ -1,4 +1,4 @@
-"""The runs of a race and what they amount to: one standing per optimizer."""
+"""The results of a race: its runs, and one standing per optimizer."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-PARTS = 20  # of the race's steps: shorter schedules are tried in twentieths
+PARTS = 20  # shorter schedules are tried in twentieths of the race's steps
 
 
 @dataclass
 class Run:
     """One training run.
 
-    schedule: steps of its own schedule, in the search for the shortest; None for the race's.
+    schedule: steps of a shorter schedule, in the search for the shortest; None for the race's.
     weights, batches: digests of the initial weights and of the batches in order.
     status: "finished", "diverged" (loss not finite or far above the start) or "failed".
-    eval_steps, eval_losses: the evaluation curve, from step 0 as far as the run went.
-    model_seconds, optimizer_seconds: of a step, median and mean, if the run was finished.
+    eval_steps, eval_losses: the evaluation curve, from step 0 to where the run ended.
+    model_seconds, optimizer_seconds: median and mean time per step of a finished run.
     """
 
     optimizer: str
@@ -41,13 +41,13 @@ class Run:
 
     @property
     def final(self) -> float:
-        """Evaluation loss after the last step; infinite if the run did not get there."""
+        """Evaluation loss after the last step; infinite if the run did not finish."""
         return self.eval_losses[-1] if self.status == "finished" else math.inf
 
 
 @dataclass(frozen=True)
 class Shortest:
-    """The shortest schedule that reaches AdamW's loss; shares are of AdamW's full race."""
+    """The shortest schedule that reaches AdamW's loss; shares are relative to AdamW's race."""
 
     steps: int
     share: float
@@ -64,8 +64,8 @@ class Standing:
     fewer_steps, less_time: AdamW's own steps and seconds to that loss, divided by these.
     edge: the best learning rate is the lowest or highest tried, so it may not be the best.
     schedules: steps of the shorter schedules tried → mean final loss.
-    untried: steps among which the search for the shortest schedule has to choose yet.
-    shortest: None for AdamW, and where not searched, not found yet or out of reach.
+    untried: lengths that remain in the search for the shortest schedule.
+    shortest: None for AdamW, and if not searched, not found yet or never reached.
     """
 
     optimizer: str
@@ -97,7 +97,7 @@ class Standing:
 class Result:
     """A race: its settings, all runs, and one standing per optimizer, that of AdamW first.
 
-    probes: the runs on shorter schedules, apart from `runs`; searched: they were asked for.
+    probes: runs on shorter schedules, not in `runs`. searched: whether they were requested.
     """
 
     settings: Mapping[str, Any]
@@ -126,11 +126,11 @@ class Result:
 
 
 def mean_finals(runs: Iterable[Run], by: str, seeds: int) -> dict[Any, float]:
-    """Mean final loss by "lr" or "schedule", rising; infinite as soon as one seed diverged."""
+    """Mean final loss by "lr" or "schedule", in ascending order; infinite if a seed diverged."""
     groups: dict[Any, list[float]] = {}
     for run in runs:
         groups.setdefault(getattr(run, by), []).append(run.final)
-    # an interrupted race may lack seeds; means over different seeds must not be compared
+    # only complete groups: an interrupted race may lack seeds, and means would not compare
     return {
         value: statistics.fmean(finals)
         for value, finals in sorted(groups.items())
@@ -166,7 +166,7 @@ def summarize(
     # earlier searches are shown, asked for or not
     result = Result(settings, race_runs, probes, complete, searched or bool(probes))
     result.standings = [_standing(name, result) for name in settings["optimizers"]]
-    # AdamW stands first, so that the others can be compared with its steps to its own final loss
+    # AdamW comes first: the others are compared with its steps to its final loss
     adamw = result.standings[0]
     for s in result.standings:
         if s.best_lr is not None and adamw.best_lr is not None:
@@ -188,8 +188,8 @@ def _standing(name: str, result: Result) -> Standing:
     if lr is None:
         return Standing(name, lrs, diverged=diverged, failure=failure)
     best = result.runs_of(name, lr)
-    # a step costs the same at every learning rate, and other work on the machine only adds to it:
-    # the least of all runs is nearest the truth
+    # a step takes the same time at every learning rate, and other load only adds to it, so the
+    # minimum over runs is the best estimate
     timed = [run for run in runs if run.status == "finished"]
     probes = [run for run in result.probes if (run.optimizer, run.lr) == (name, lr)]
     return Standing(
@@ -215,22 +215,22 @@ def _compare_(s: Standing, adamw: Standing, result: Result) -> None:
     steps = s.steps_to_reach = first_crossing(*curve, adamw.final)
     if steps is not None:
         s.seconds_to_reach = steps * s.step_seconds
-    # an untrained model may be there already, at step 0
+    # the untrained model may reach it at step 0
     if steps and s.seconds_to_reach and adamw.steps_to_reach:
         s.fewer_steps = adamw.steps_to_reach / steps
         s.less_time = adamw.steps_to_reach * adamw.step_seconds / s.seconds_to_reach
 
 
 def _search_(s: Standing, adamw: Standing, steps: int) -> None:
-    """Set the lengths still to be tried or, if there are none, the shortest that reaches."""
+    """Set the lengths still to be tried or, if there are none, the shortest schedule."""
     reached = min([steps, *(n for n, loss in s.schedules.items() if loss <= adamw.final)])
-    # a longer schedule is assumed to end lower: no length below one that missed is tried
+    # longer schedules are assumed to end lower, so lengths below one that missed are skipped
     missed = max((n for n, loss in s.schedules.items() if loss > adamw.final), default=0)
     lengths = {max(1, round(i * steps / PARTS)) for i in range(1, PARTS)}
     s.untried = sorted(n for n in lengths if missed < n < reached)
     if not s.untried:
-        # times are those of the race, in which optimizers took turns; those of the probes are not
-        # comparable, and a step costs the same on every schedule
+        # times per step come from the race, in which optimizers took turns; a step takes the
+        # same time on every schedule
         seconds = reached * s.step_seconds
         time_share = seconds / (steps * adamw.step_seconds)
         s.shortest = Shortest(reached, reached / steps, seconds, time_share)

@@ -19,14 +19,14 @@ from isokron.tasks import Task
 from isokron.training import batch_order, digest, evaluation_loss, warmup_cosine
 
 EVALUATIONS = 25
-FAR_ABOVE = 10.0  # times the evaluation loss at the start: no run comes back from there
-UNTIMED = 3  # first steps, which pay for allocation and warm-up
+FAR_ABOVE = 10.0  # a rise by this multiple of the initial evaluation loss is divergence
+UNTIMED = 3  # first steps, which include allocation and warm-up
 
-OnStep = Callable[[int, float], None]  # told every step but the last, and its training loss
+OnStep = Callable[[int, float], None]  # called with every step but the last and its training loss
 
 
 class Failed(Exception):
-    """The optimizer itself raised."""
+    """The optimizer raised an error."""
 
 
 def evaluation_steps(steps: int) -> list[int]:
@@ -43,7 +43,7 @@ def train(
     steps: int,
     on_step: OnStep = lambda step, loss: None,
 ) -> Run:
-    """Train once. Weights and batches depend on the seed only, never on the optimizer."""
+    """Train once. Weights and batches depend on the seed, not on the optimizer."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = task.model()
@@ -52,7 +52,7 @@ def train(
         run = Run(entrant.spec, lr, seed, weights=weights, batches=batches)
         try:
             optimizer = _guarded(entrant.build, model, lr)
-            torch.manual_seed(seed)  # what building the optimizer drew must not shift dropout
+            torch.manual_seed(seed)  # dropout must not depend on the optimizer's constructor
             _train_(run, task, model, optimizer, order, on_step)
             run.optimizer_bytes = optimizer_bytes(optimizer)
             if task.sample is not None and seed == 0:
@@ -72,7 +72,7 @@ def _train_(
 
     def now() -> float:
         if not on_cpu:
-            torch.accelerator.synchronize()  # queued work belongs to the phase that queued it
+            torch.accelerator.synchronize()  # queued work counts in the phase that queued it
         return time.perf_counter()
 
     evaluated = evaluation_steps(len(order))
@@ -81,7 +81,7 @@ def _train_(
     _evaluate(run, task, model, 0)
     for step, indices in enumerate(order, start=1):
         model.train()
-        # optimizers that average iterates evaluate at other weights than they train
+        # optimizers that average iterates have other weights in evaluation
         _guarded(getattr(optimizer, "train", lambda: None))
         batch = task.train.batch(indices)
         optimizer.zero_grad()
@@ -102,7 +102,7 @@ def _train_(
         if step < len(order):
             on_step(step, value)
     run.model_seconds = statistics.median(model_seconds[UNTIMED:] or model_seconds)
-    # some steps of an optimizer do what the others are spared: its median would hide them
+    # the mean, since a median would hide steps that refresh a preconditioner
     run.optimizer_seconds = statistics.mean(optimizer_seconds[UNTIMED:] or optimizer_seconds)
 
 
@@ -119,7 +119,7 @@ def _evaluate(run: Run, task: Task, model: nn.Module, step: int) -> None:
 
 
 def _guarded(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call into the optimizer: its errors are its failure, a non-finite number is divergence."""
+    """Call the optimizer; its errors become `Failed`, except FloatingPointError (divergence)."""
     try:
         return function(*arguments)
     except FloatingPointError:

@@ -1,4 +1,4 @@
-"""The page of a run: every query with its most influential training examples."""
+"""The HTML page of a run: every query with its most influential training examples."""
 
 from __future__ import annotations
 
@@ -16,58 +16,54 @@ from isokron.report.charts import Chart, draw_histogram
 from isokron.report.render import percent, plural, render
 
 FORMAT, VERSION = "isokron scores", 2  # of scores/*.json
-LAYERS = 12  # layers of a card that get a bar
-LINES, COLUMNS = 14, 62  # a longer text is cut off and unfolds
-SMALL = 96  # images up to this width show their pixels as squares
-UNSEEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # Unicode categories that leave no mark or break lines
+LAYERS = 12  # layers with a bar on a card
+LINES, COLUMNS = 14, 62  # longer texts are folded
+SMALL = 96  # images up to this width are shown with sharp pixels
+UNSEEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # Unicode categories of invisible characters
 MODES = {"mean": "Mean of {}", "nearest": "Nearest of {}"}
 
 Json = dict[str, Any]
 
 
-def write_report(folder: Path, out: Path | None = None, top: int | None = None) -> Path:
-    """Write the page of all scores in a run, and return its path.
+def write_report(folder: Path, page: Path | None = None) -> Path:
+    """Write the page of all scores of a run, by default report.html in its folder; its path.
 
-    It reads scores/*.json only, and the same files give the same bytes.
-    out: the page, by default report.html in the folder.
-    top: at most so many proponents and opponents per query; by default all in the files.
+    It depends on scores/*.json only, and the same files give the same bytes.
     """
-    if top is not None and top < 1:
-        raise ValueError(f"top must be at least 1, got {top}")
     paths = sorted((folder / "scores").glob("*.json"))
     if not paths:
         raise FileNotFoundError(
             f"no scores in {str(folder)!r}; score some queries first with `isokron score`"
         )
-    sets = [_read(path, top) for path in paths]
+    sets = [_read(path) for path in paths]
     panes = [pane for record in sets for pane in record["panes"]]
     html = render("attribution.html", sets=sets, panes=panes, repeated=_repeated(panes))
-    page = out or folder / "report.html"
-    # half of a surrogate pair, as a tokenizer may leave one, has no bytes in UTF-8
+    page = page or folder / "report.html"
+    # half of a surrogate pair, which a tokenizer may produce, cannot be encoded in UTF-8
     write_atomically(page, [html.encode("utf-8", "replace")])
     return page
 
 
-def _read(path: Path, top: int | None) -> Json:
-    """The scores of one set of queries, with a pane for every answer."""
+def _read(path: Path) -> Json:
+    """The scores of one set of queries, with a pane for every query."""
     try:
         record: Json = json.loads(path.read_text(encoding="utf-8"))
         if (record["format"], record["version"]) != (FORMAT, VERSION):
             raise ValueError(f"got {record['format']!r}, version {record['version']!r}")
-        # ids are parts of links, in which other characters would have to be encoded
+        # ids are parts of links, where other characters would have to be encoded
         safe = re.sub("[^A-Za-z0-9-]", lambda match: f"_{ord(match[0]):x}_", record["name"])
         record["id"] = f"set-{safe}"
-        record["panes"] = [_pane(record, k, top) for k in range(len(record["answers"]))]
+        record["panes"] = [_pane(record, k) for k in range(len(record["answers"]))]
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{path} is damaged, or no file of {FORMAT!r}, version {VERSION} "
+            f"{path} is damaged, or not {FORMAT!r} of version {VERSION} "
             f"({type(error).__name__}: {error}); score the queries again with `isokron score`"
         ) from error
     return record
 
 
 def _repeated(panes: Sequence[Json]) -> list[list[Json]]:
-    """Cards of every training example that comes up for several queries, by how many they are."""
+    """Cards of training examples that occur for several queries, most frequent first."""
     by_example: dict[int, list[Json]] = defaultdict(list)
     for card in (card for pane in panes for card in pane["cards"]):
         by_example[card["example"]].append(card)
@@ -76,15 +72,15 @@ def _repeated(panes: Sequence[Json]) -> list[list[Json]]:
     return sorted(repeated, key=lambda cards: (-len(cards), cards[0]["example"]))
 
 
-def _pane(record: Json, k: int, top: int | None) -> Json:
-    """One answer, as its template shows it. Shares are of the sum of its positive scores."""
+def _pane(record: Json, k: int) -> Json:
+    """One query as its template shows it. Shares are of the sum of its positive scores."""
     answer, mode = record["answers"][k], record["method"]["mode"]
     shown, unit = answer["shown"], answer["positive"]
     title = visible(answer["query"]) or f"query {k + 1}"
     if mode in MODES:
         title = MODES[mode].format(plural(len(shown), "query", "queries"))
     pane = answer | {"id": f"{record['id']}.{k}", "title": title}
-    sides = {"for": answer["proponents"][:top], "against": answer["opponents"][:top]}
+    sides = {"for": answer["proponents"], "against": answer["opponents"]}
     pane["sides"] = {
         side: [_card(pane, side, item, record["layers"]) for item in items]
         for side, items in sides.items()
@@ -94,9 +90,9 @@ def _pane(record: Json, k: int, top: int | None) -> Json:
     pane["said"] = visible(answer["said"] or "")
     pane["error"] = _share(answer["standard_error"], unit)
     pane["chart"] = _histogram(pane)
-    # scores and losses by token belong to a query that was asked alone
-    alone = len(shown) == 1
-    scores, losses = (answer["token_scores"], answer["token_losses"]) if alone else ([], [])
+    # only a single query has scores and losses by token
+    single = len(shown) == 1
+    scores, losses = (answer["token_scores"], answer["token_losses"]) if single else ([], [])
     total = sum(map(abs, scores))
     shares = [_share(score, total) for score in scores]
     pane["queries"] = [_text(example, shares, losses) for example in shown]
@@ -106,7 +102,7 @@ def _pane(record: Json, k: int, top: int | None) -> Json:
 
 
 def _card(pane: Json, side: str, item: Json, layers: Sequence[str]) -> Json:
-    """One training example among the foremost of an answer."""
+    """One of the top training examples of a query."""
     unit = pane["positive"]
     text = _text(item["shown"], [_share(score, unit) for score in item["tokens"]])
     return item | {
@@ -134,7 +130,7 @@ def _bars(names: Sequence[str], scores: Sequence[float], unit: float) -> list[Js
 
 
 def _histogram(pane: Json) -> str:
-    """All scores of a query as percentages, with the cards' marked below."""
+    """A histogram of all scores of a query in percent; those on cards are marked."""
     edges, counts = pane["histogram"]
     unit, total = pane["positive"], sum(counts)
     factor = 100 / unit if unit else 1.0
@@ -151,7 +147,7 @@ def _histogram(pane: Json) -> str:
 
 
 def _text(shown: Json, shares: Sequence[float | None], losses: Sequence[float] = ()) -> Json:
-    """What a reader sees of an example; the script cuts the text into tokens and colours them."""
+    """The text of an example; a script splits it into tokens and colours them."""
     tokens = [visible(token) for token in shown.get("tokens", ())]
     text, context = "".join(tokens), visible(shown.get("context", ""))
     lines = sum(1 + len(line) // COLUMNS for line in (context + text).split("\n"))
@@ -185,12 +181,12 @@ def _share(value: float | None, unit: float) -> float | None:
 
 
 def visible(text: str) -> str:
-    """The text with control characters, direction marks and half characters as pictures."""
+    """The text with invisible characters, such as controls and direction marks, made visible."""
     if text.isprintable():
         return text
     return "".join(
         char
-        # joiners are parts of emoji and of Persian or Indic words
+        # joiners belong to emoji and to Persian or Indic words
         if char in "\n\t\u200c\u200d" or unicodedata.category(char) not in UNSEEN
         else (chr(0x2400 + ord(char)) if ord(char) < 0x20 else f"⟨U+{ord(char):04X}⟩")
         for char in text

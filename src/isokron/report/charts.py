@@ -1,4 +1,4 @@
-"""SVG charts: where lines, dots and bars stand. templates/charts.svg has their elements."""
+"""SVG charts: positions of lines, dots and bars; templates/charts.svg has the elements."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from isokron.report.render import environment, source
 WIDTH = 480
 COLOURS = 7
 SHORT = 12  # characters of a name beside a curve
-CHARACTER = 11.0  # width of one at the label size, generous for wide fonts
-LEAST_SHARE = 1e-6  # smaller shares are drawn on the left edge of a dot plot
+CHARACTER = 11.0  # width of a character of a label, generous for wide fonts
+LEAST_SHARE = 1e-6  # smaller shares are drawn at the left edge of a dot plot
 ROW = 24  # height of a row of a dot plot
 
 Scale = Callable[[float], float]
@@ -20,7 +20,7 @@ Scale = Callable[[float], float]
 
 @dataclass(frozen=True)
 class Chart:
-    """What all charts have. name: prefix of the ids in the SVG, unique on a page."""
+    """Fields of all charts. name: prefix of the ids in the SVG, unique on a page."""
 
     name: str
     title: str
@@ -33,15 +33,15 @@ class Line:
     """A curve, with a label at its end unless it is thin."""
 
     label: str
-    colour: int  # index into the palette, 0 being the yardstick's
+    colour: int  # index into the palette; 0 is for AdamW
     points: Sequence[tuple[float, float]]
     thin: bool = False
-    beside: str = ""  # the text at its end, by default the label, shortened
+    beside: str = ""  # text at its end; default: the label, shortened
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A dot, or a cross on the upper edge for what has no finite value."""
+    """A dot, or a cross at the upper edge for a value that is not finite."""
 
     colour: int
     x: float
@@ -52,7 +52,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Plot(Chart):
-    """A line plot. y_range crops; goal is a level to compare with, drawn as a dotted line."""
+    """A line plot. y_range crops the y-axis; goal is drawn as a dotted line."""
 
     y_label: str
     lines: Sequence[Line]
@@ -66,7 +66,7 @@ class Plot(Chart):
 
 @dataclass(frozen=True)
 class Row:
-    """A dot at `share` and optionally a ring at `ring`; `text` stands at the right."""
+    """A dot at `share`, optionally a ring at `ring`, and `text` on the right."""
 
     label: str
     beside: str
@@ -109,7 +109,7 @@ def draw(plot: Plot) -> str:
     x_low, x_high = _range(xs, plot.x_log, pad=0.04 if plot.marks else 0)
     y_low, y_high = plot.y_range or _range(ys or [0.0, 1.0], plot.y_log, pad=0.05)
     to_y = _scale(y_low, y_high, area.bottom, area.top, plot.y_log)
-    longest = 4 if plot.y_log else 6  # longer numbers would touch the name of the axis
+    longest = 4 if plot.y_log else 6  # longer numbers would overlap the label of the axis
     return _svg(
         "plot",
         plot,
@@ -152,13 +152,13 @@ def draw_histogram(
 ) -> str:
     """A histogram as an <svg> element, with heights log(1 + count).
 
-    marks: values to point out below the axis, in a colour for each sequence of them.
+    marks: values to mark below the axis, with one colour per sequence.
     """
     area = Area(left=56, right=WIDTH - 10, top=10, bottom=132, height=190)
     low, high, largest = edges[0], edges[-1], max(counts)
 
     def to_y(count: float) -> float:
-        # a few values far from zero must stay visible beside thousands near it
+        # a few values far from zero must be visible next to thousands near it
         share = math.log1p(count) / math.log1p(largest)
         return area.bottom - share * (area.bottom - area.top)
 
@@ -177,9 +177,9 @@ def draw_histogram(
 
 
 def short_names(labels: Sequence[str]) -> list[str]:
-    """Names that fit beside curves: `torch.optim:SGD(momentum=0.9)` → `SGD`.
+    """Short names for curves: `torch.optim:SGD(momentum=0.9)` → `SGD`.
 
-    Options are shown, as far as they fit, only where names alone would be the same.
+    Options are shown, as far as they fit, only if the names would be equal without them.
     """
     full = [label[label.partition("(")[0].rfind(":") + 1 :] for label in labels]
     bare = [name.partition("(")[0] for name in full]
@@ -188,13 +188,13 @@ def short_names(labels: Sequence[str]) -> list[str]:
 
 
 def ticks(low: float, high: float, log: bool, count: int = 5) -> list[float]:
-    """Round numbers within [low, high]: steps of 1, 2 or 5, or their decades on a log scale."""
+    """Round numbers within [low, high]: steps of 1, 2 or 5, or decades on a log scale."""
     if log:
         decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
         for digits in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7)):
             values = [d * 10.0**e for e in decades for d in digits if low <= d * 10.0**e <= high]
             if len(values) >= 3:
-                # more than six numbers would touch each other
+                # more than six numbers would overlap
                 return values[:: -(-len(values) // 6)]
     raw = (high - low) / count
     power = 10.0 ** math.floor(math.log10(raw))
@@ -204,7 +204,7 @@ def ticks(low: float, high: float, log: bool, count: int = 5) -> list[float]:
 
 
 def tick_text(value: float, longest: int = 6) -> str:
-    """Four digits at most; a power of ten where that is shorter and there is no room for more."""
+    """At most four digits; a power of ten if that is shorter and there is no room."""
     plain = f"{abs(value):.4g}"
     digits, _, exponent = f"{abs(value):.3e}".partition("e")
     power = f"{float(digits):g}e{int(exponent)}"
@@ -221,9 +221,9 @@ def _scale(low: float, high: float, start: float, end: float, log: bool) -> Scal
 
 
 def _range(values: Sequence[float], log: bool, pad: float) -> tuple[float, float]:
-    """The smallest and largest value, with a share `pad` of what lies between on either side."""
+    """The range of the values, extended on both sides by a fraction `pad` of its length."""
     low, high = min(values), max(values)
-    # a single value has an axis around it, too
+    # a single value still needs an axis
     if log:
         margin = (high / low) ** pad if high > low else 1.5
         return low / margin, high * margin
@@ -232,7 +232,7 @@ def _range(values: Sequence[float], log: bool, pad: float) -> tuple[float, float
 
 
 def _label_places(lines: Sequence[Line], to_y: Scale, area: Area) -> list[float]:
-    """Heights of the names at the curves' ends, pushed apart where they would overlap."""
+    """Heights of the labels at the ends of curves, moved apart if they would overlap."""
     gap, low, high = 16.0, area.top + 4.0, area.bottom + 4.0
     ends = [min(high, max(low, to_y(line.points[-1][1]))) for line in lines]
     order = sorted(range(len(ends)), key=ends.__getitem__)
@@ -240,13 +240,13 @@ def _label_places(lines: Sequence[Line], to_y: Scale, area: Area) -> list[float]
     for i in order:
         places[i] = max(ends[i], free)
         free = places[i] + gap
-    # only those crowded against the bottom move up
+    # labels that were pushed below the axis move up
     for rank, i in enumerate(reversed(order)):
         places[i] = min(places[i], high - gap * rank)
     return places
 
 
 def _svg(kind: str, chart: Chart, area: Area, **places: object) -> str:
-    """The element of a chart by its macro in charts.svg."""
+    """Render a chart with its macro in charts.svg."""
     macros = environment().get_template("charts.svg").module
     return str(getattr(macros, kind)(chart, area, **places))

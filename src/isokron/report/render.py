@@ -1,4 +1,4 @@
-"""Self-contained HTML pages from the templates of this package, and number formats."""
+"""Self-contained HTML pages from templates, and number formats."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent
-MISSING = "–"  # stands for a number that is absent or not finite
+MISSING = "–"  # for numbers that are missing or not finite
 SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 @cache
 def environment() -> Any:
     """The templates, with autoescape; charts and number formats are filters."""
-    # number formats are imported by code that prints tables, which should not wait for jinja2
+    # imported here, since code that prints tables needs the number formats only
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    # here and not above: charts.py itself draws by these templates
+    # imported here, since charts.py uses these templates
     from isokron.report.charts import COLOURS, draw, draw_dots
 
     templates = Environment(
@@ -31,7 +31,7 @@ def environment() -> Any:
     for function in (number, percent, plural, memory, words, draw, draw_dots):
         templates.filters[function.__name__] = function
     templates.globals |= {"source": source, "COLOURS": COLOURS}
-    # text in any script as itself is shorter than \u escapes
+    # shorter than \u escapes
     templates.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":")}
     return templates
 
@@ -47,7 +47,7 @@ def render(template: str, **context: Any) -> str:
 
 
 def words(value: Any) -> str:
-    """A setting as a reader would write it."""
+    """A setting as text."""
     if isinstance(value, dict):
         return "; ".join(f"{key}: {words(item)}" for key, item in value.items())
     if isinstance(value, list):
@@ -56,14 +56,14 @@ def words(value: Any) -> str:
 
 
 def memory(size: int) -> str:
-    """Bytes in the largest unit that leaves a number above one."""
+    """Bytes in the largest unit in which the number is at least one."""
     exponent = min(3, int(math.log(size, 1024))) if size else 0
     unit = ("B", "KiB", "MiB", "GiB")[exponent]
     return f"{size / 1024**exponent:.{0 if exponent == 0 else 1}f} {unit}"
 
 
 def finite(value: Any) -> Any:
-    """The value for JSON, which has no infinity: null in place of numbers that are not finite."""
+    """The value for JSON, with None for numbers that are not finite."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -72,9 +72,9 @@ def finite(value: Any) -> Any:
 
 
 def number(value: float | None, plus: bool = False) -> str:
-    """Three digits: 0.0123, −128,714, 1.20 × 10⁻⁷; a dash where there is no finite number.
+    """Three digits: 0.0123, −128,714, 1.20 × 10⁻⁷; a dash if it is not finite.
 
-    plus: a positive number has a sign, too.
+    plus: whether positive numbers have a sign.
     """
     if value is None or not math.isfinite(value):
         return MISSING
@@ -90,7 +90,7 @@ def number(value: float | None, plus: bool = False) -> str:
 
 
 def percent(share: float | None, plus: bool = True) -> str:
-    """A share of 1 in percent: +12.3 %, −0.041 %; below 0.001 % only that it is below."""
+    """A fraction in percent: +12.3 %, −0.041 %, <0.001 %."""
     if share is None or not math.isfinite(share):
         return MISSING
     size = abs(100 * share)

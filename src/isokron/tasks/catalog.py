@@ -1,4 +1,4 @@
-"""The built-in tasks by name, and objects of the user's by `module:name` or `file.py:name`."""
+"""Built-in tasks by name, and user objects by `module:name` or `file.py:name`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Item = TypeVar("Item", int, str)
 DIGITS = "8×8 handwritten digits, small convolutional network"
 MNIST = "28×28 handwritten digits, small convolutional network"
 SPEECHES = "byte language model of US presidents' speeches, decoder transformer"
-# what it is, parameters and training examples: listed without loading a task, checked by a test
+# description, parameters and training examples, so that tasks can be listed without loading them
 BUILT_IN = {
     "digits-tiny": (DIGITS, 38_378, 1_437),
     "digits-small": (DIGITS, 283_978, 1_437),
@@ -30,7 +30,7 @@ BUILT_IN = {
     "speeches-tiny": (SPEECHES, 135_808, 172_172),
     "speeches-small": (SPEECHES, 862_464, 172_172),
 }
-# the function that makes a task of any size → its module
+# function that creates a task of any size → its module
 MODULES = {"digits": "digits", "mnist": "digits", "speeches": "speeches"}
 
 
@@ -68,7 +68,7 @@ def load(spec: str) -> Task:
 
 
 def load_object(spec: str, what: str) -> Any:
-    """The object `module:name` or `path/to/file.py:name`. what: its kind, for errors."""
+    """The object `module:name` or `path/to/file.py:name`. what: used in errors."""
     home, _, name = spec.rpartition(":")
     if not home or not name:
         raise ValueError(
@@ -80,7 +80,7 @@ def load_object(spec: str, what: str) -> Any:
     try:
         module = _run_file(home) if home.endswith(".py") else importlib.import_module(home)
     except ModuleNotFoundError as error:
-        # a missing module that this one imports is not a wrong spec, and must be seen
+        # a missing import within the module is another error
         if error.name is None or not f"{home}.".startswith(f"{error.name}."):
             raise
         remedy = "install it, or give a file: path/to/file.py:name"
@@ -102,10 +102,10 @@ def _run_file(path: str) -> ModuleType:
 
 
 def resolved(source: str, *, task: bool = False) -> str:
-    """A source that means the same in any working directory.
+    """A source that is independent of the working directory.
 
-    Existing files, folders and `file.py:name` get an absolute path; other names stay. task: a
-    source without a colon is a built-in name, also if there is a folder of that name.
+    Existing files, folders and `file.py:name` get an absolute path, other names do not change.
+    task: a source without a colon is a built-in name, even if there is a folder of that name.
     """
     path, colon, name = source.rpartition(":")
     if not path.endswith(".py"):
@@ -115,12 +115,12 @@ def resolved(source: str, *, task: bool = False) -> str:
 
 
 def shuffled(items: Iterable[Item], salt: str) -> list[Item]:
-    """Items in the order of their hashes: random, and the same on every machine."""
+    """Items in the order of their hashes: random, but the same on every machine."""
     return sorted(items, key=lambda item: hashlib.sha256(f"{salt}:{item}".encode()).digest())
 
 
 def import_optional(module: str, extra: str, why: str) -> Any:
-    """A module of an optional dependency, or an error that says what to install."""
+    """Import a module of an optional dependency; the error says what to install."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -28,7 +28,7 @@ def mnist(size: str) -> Task:
 
 
 def image_task(data: str, size: str, images: Any, labels: Any, held_out: int) -> Task:
-    """Classify square grey images; `held_out` of them are for evaluation."""
+    """Classification of square grey images. held_out: number of evaluation images."""
     order = torch.tensor(shuffled(range(len(labels)), data))
     inputs = torch.as_tensor(images, dtype=torch.float32)[order].unsqueeze(1)  # [n, 1, side, side]
     targets = torch.as_tensor(labels, dtype=torch.int64)[order]
@@ -70,7 +70,7 @@ def said(model: nn.Module, batch: Batch) -> str:
 
 @torch.no_grad()
 def sample(model: nn.Module, examples: Examples) -> str:
-    """The share of correct predictions."""
+    """The accuracy, as a sentence."""
     images, labels = examples.tensors
     right = (model(images).argmax(1) == labels).float().mean().item()
     return f"{right:.1%} of {len(labels)} unseen images right"
@@ -84,7 +84,7 @@ class ConvNet(nn.Module):
 
     def __init__(self, side: int, width: int, hidden: int) -> None:
         super().__init__()
-        stride = 1 if side <= 8 else 2  # full resolution only where it is cheap
+        stride = 1 if side <= 8 else 2  # full resolution is cheap for small images only
         layers: list[nn.Module] = [nn.Conv2d(1, width, 3, stride, padding=1)]
         channels, side = width, (side + stride - 1) // stride
         while side > 4:

@@ -20,7 +20,7 @@ Row = dict[str, Any]  # values by column
 
 @dataclass(frozen=True)
 class Document:
-    """A text to learn from. label: its class as in the data, None if it has none."""
+    """A training text. label: its class as in the data, or None."""
 
     id: str
     text: str
@@ -32,15 +32,16 @@ def read_documents(
 ) -> list[Document]:
     """The documents of a file, a folder or a data set.
 
-    .jsonl and .json have an object a line (or a list of them), .csv and .tsv a header, .parquet any
-    columns. In a .txt file documents are paragraphs, with blank lines between; in a folder every
-    .txt file is one. Any other source is a name for datasets.load_dataset: `name`, `name:split` or
-    `name:configuration:split`, with split train by default.
+    .jsonl and .json have one object per line (or a list of objects), .csv and .tsv a header,
+    .parquet any columns. In a .txt file, documents are paragraphs separated by blank lines; in a
+    folder, every .txt file is a document. Any other source is a name for datasets.load_dataset:
+    `name`, `name:split` or `name:configuration:split`, by default with split train.
 
     Args:
-        text: column of texts, which may be empty; `text` by default.
-        label: column of classes, none by default.
-        id: column of ids; by default `id` if there is one, else rows are numbered from 1.
+        source: path or name.
+        text: column of texts, which may be empty; default: `text`.
+        label: column of classes; default: none.
+        id: column of ids; default: `id` if there is one, otherwise rows are numbered from 1.
     """
     documents: dict[str, Document] = {}
     for number, (place, row) in enumerate(_rows(source), 1):
@@ -57,9 +58,9 @@ def read_documents(
 
 
 def read_prompts(source: str | Path) -> list[tuple[str, str | None]] | None:
-    """The columns `prompt` and `completion`, None where the model is to write the completion.
+    """The columns `prompt` and `completion`, with None for an empty completion.
 
-    A source without a column `prompt` gives None: it contains documents.
+    Returns None for a source without a column `prompt`, which contains documents.
     """
     prompts: list[tuple[str, str | None]] = []
     for place, row in _rows(source):
@@ -84,7 +85,7 @@ def _cell(place: str, row: Row, column: str, *, is_text: bool = False) -> str:
 
 
 def _rows(source: str | Path) -> Iterator[tuple[str, Row]]:
-    """Every row of a source, and its place for errors."""
+    """Every row of a source with its position, for errors."""
     number = 0
     try:
         for number, row in enumerate(_read(source), 1):
@@ -152,7 +153,7 @@ def _separated(path: Path) -> Iterator[Row]:
     reader = csv.DictReader(file, delimiter=delimiter, strict=True)
     for row in reader:
         columns = reader.fieldnames or ()
-        # surplus values are under None, missing ones are None, and equal columns fall together
+        # csv puts surplus values under None, fills missing ones with None, merges equal columns
         if None in row or None in row.values() or len(row) < len(columns):
             rule = f"needs a value for each of the columns {', '.join(columns)}, which must differ"
             raise csv.Error(f'{rule}; put texts that contain a separator in "quotes"')
@@ -165,16 +166,16 @@ def _parquet(path: Path) -> Any:
 
 
 def _data_set(source: str) -> Any:
-    why = f"{source!r} is no file or folder, and to load a data set needs the package datasets"
+    why = f"{source!r} is not a file or folder, and loading a data set needs the package datasets"
     datasets = import_optional("datasets", "data", why)
-    # test[:5%] has a colon of its own
+    # a split such as test[:5%] may contain a colon
     name, *options = re.split(r":(?![^\[]*\])", source)
     split, configuration = (options or ["train"])[-1], options[0] if len(options) > 1 else None
     try:
         return datasets.load_dataset(name, configuration, split=split)
-    except Exception as error:  # of the network, the hub or the data set's own code
+    except Exception as error:  # from the network, the hub or the code of the data set
         raise ValueError(
-            f"{source!r} is no file or folder here, and no data set could be loaded by that name "
+            f"{source!r} is not a file or folder, and no data set of that name could be loaded "
             f"(name, name:split or name:configuration:split): {error}"
         ) from error
 

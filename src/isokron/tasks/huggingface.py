@@ -1,9 +1,10 @@
-"""Hugging Face language models and classifiers as tasks, from a folder or by name."""
+"""Hugging Face language models and classifiers as tasks, from a folder or the hub."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from isokron.tasks.task import Batch, Examples, Logits, Shown, Task, mean_cross_
 from isokron.tasks.tokens import completion_pieces, decoded_pieces, text_pieces
 
 Data = str | Path | Sequence[Document]
-AT_ONCE = 256  # documents: enough for a fast tokenizer's threads, few enough for memory
-UNLIMITED = 10**9  # tokenizers without a limit have a larger one
+CHUNK = 256  # documents tokenized at a time: enough for threads, few enough for memory
+UNLIMITED = 10**9  # tokenizers without a limit report a larger one
 
 
 def language_model(
@@ -38,14 +39,16 @@ def language_model(
     """Predict the next token of documents with a causal language model.
 
     Args:
-        model: a folder, which is loaded without the network, or a name on the hub.
-        data: documents, or where read_documents finds them; text, id: its columns.
-        context: tokens of an example at most; by default as many as the model takes.
-        long: what to do with longer documents: "error"; "cut" keeps their first tokens; "split"
-            makes several examples of one that share a token, so that each is predicted once.
-        evaluation: documents, or the share of `data` that is held out; 0 for none.
-        dtype: of the loaded weights; "auto" for the one they are stored in.
-        chat: put prompts into the tokenizer's chat template; by default if it has one.
+        model: a folder, which is loaded without network access, or a name on the hub.
+        data: documents, or a source for read_documents.
+        text, id: columns of the data; see read_documents.
+        context: maximum tokens of an example; default: the model's maximum.
+        long: how to treat longer documents: "error", "cut" to their first tokens, or "split" into
+            several examples that overlap by one token, so that each token is predicted once.
+        evaluation: documents, or the fraction of `data` to hold out; 0 for none.
+        batch_size: examples per training step.
+        dtype: dtype of the loaded weights; "auto" for the one they are stored in.
+        chat: put prompts into the tokenizer's chat template; default: if there is one.
     """
     pretrained = Pretrained(model, "AutoModelForCausalLM", dtype, context, long)
     pretrained.chat = bool(pretrained.tokenizer.chat_template) if chat is None else chat
@@ -54,7 +57,7 @@ def language_model(
         scores, tokens, counted = pretrained.scores(network, batch)
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         counted = counted & (positions >= batch[3][:, None])
-        # one target per position, and none for the last: curvature sees which positions count
+        # one target per position, none for the last: curvature masks positions without a target
         return scores, F.pad(tokens.masked_fill(~counted, -100)[:, 1:], (0, 1), value=-100)
 
     @torch.no_grad()
@@ -83,24 +86,24 @@ def classifier(
 ) -> Task:
     """Predict the class of documents with a sequence classifier.
 
-    A query is `text => label`, or `text` to ask about the class that the model predicts.
+    A query is `text => label`, or `text` for the class that the model predicts.
 
     Args:
+        model, data, text, id, context, evaluation, batch_size, dtype: see language_model.
         label: column of classes, by the names in the model's configuration or by number.
-        long: what to do with documents of more than `context` tokens: "error" or "cut".
-        model, data, text, id, context, evaluation, dtype: see language_model.
+        long: how to treat documents of more than `context` tokens: "error" or "cut".
     """
     pretrained = Pretrained(model, "AutoModelForSequenceClassification", dtype, context, long)
     problem = pretrained.config.problem_type
     if len(pretrained.classes) < 2 or problem not in (None, "single_label_classification"):
         raise ValueError(
             f"{pretrained.path}: a classifier must choose one of several classes, got a model for "
-            f"{problem or 'regression'}; write a Task of your own for other losses"
+            f"{problem or 'regression'}; write your own Task for other losses"
         )
 
     def logits(network: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         scores, targets = pretrained.scores(network, batch)[0], batch[3]
-        # a query without a label is about the class that the model predicts
+        # a query without a label has the class that the model predicts
         return scores, torch.where(targets < 0, scores.detach().argmax(-1), targets)
 
     @torch.no_grad()
@@ -113,13 +116,13 @@ def classifier(
 
 
 class Pretrained:
-    """A pretrained model with its tokenizer, and documents as its tokens.
+    """A pretrained model with its tokenizer.
 
-    A batch is tokens [n, longest], padded on the right, the length of each row [n], the number of
-    its text [n] (−1 for none) and its target [n]: a classifier's class, or the first token of a
-    language model that has a loss.
+    A batch is tokens [n, longest], padded on the right, the length of each row [n], the index of
+    its text [n] (−1 for none) and its target [n]: the class for a classifier, the first token with
+    a loss for a language model.
 
-    kind: the class of transformers that loads the model; context, long: see language_model.
+    kind: the transformers class that loads the model. context, long: see language_model.
     """
 
     chat = False  # put prompts into the chat template
@@ -131,7 +134,7 @@ class Pretrained:
         self.transformers = import_optional("transformers", "hf", why)
         self.kind, self.dtype, self.long = kind, dtype, long
         folder = Path(model).expanduser()
-        # the network is not asked for a folder
+        # a folder is loaded without network access
         self.local = folder.is_dir() and str(model) != ""
         self.path = str(folder) if self.local else str(model)
         if not self.local and (isinstance(model, Path) or not model or model[0] in "./~"):
@@ -144,7 +147,7 @@ class Pretrained:
         self.vocabulary: int = getattr(config, "vocab_size", UNLIMITED)
         limits = (getattr(config, "max_position_embeddings", 0), tokenizer.model_max_length)
         self.limit: int = min(n for n in (*limits, UNLIMITED) if n and n > 0)
-        # rows are filled up with any token of the model, or with the one that it looks for
+        # padding is masked, so that any token of the model will do
         pads = (config.pad_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
         self.pad: int = next(n for n in pads if n is not None and 0 <= n < self.vocabulary)
         if context is not None and not 2 <= context <= self.limit:
@@ -157,12 +160,12 @@ class Pretrained:
             raise ValueError(f"long must be one of {', '.join(choices)}, got {long!r}")
         names = self.config.id2label if is_classifier else {}
         self.classes: list[str] = [names[number] for number in sorted(names)]
-        # not verbose: long texts get an error of our own
+        # not verbose, since `_starts` reports texts that are too long
         self.options: dict[str, Any] = {"verbose": False}
         if is_classifier and long == "cut":
-            # the tokenizer cuts so that a text keeps the mark of its end
+            # cut by the tokenizer, which keeps its end-of-text token
             self.options |= {"truncation": True, "max_length": self.context}
-        self.texts: list[tuple[str, str, int]] = []  # of every example: id, text, first token
+        self.texts: list[tuple[str, str, int]] = []  # id, text and first token of every example
         self.skipped: list[str] = []
 
     def _from(self, kind: str, **options: Any) -> Any:
@@ -174,23 +177,15 @@ class Pretrained:
 
     def load(self) -> nn.Module:
         """The model with its weights, in evaluation mode."""
-        # the command line shows progress of its own
-        logging = self.transformers.utils.logging
-        shows_progress = logging.is_progress_bar_enabled()
-        logging.disable_progress_bar()
-        try:
-            model, info = self._from(self.kind, dtype=self.dtype, output_loading_info=True)
-        finally:
-            if shows_progress:
-                logging.enable_progress_bar()
+        model, info = self._from(self.kind, dtype=self.dtype, output_loading_info=True)
         if info["missing_keys"]:
             missing = ", ".join(sorted(info["missing_keys"])[:4])
             raise ValueError(f"{self.path}: has no weights for {missing}; train the model first")
-        # language models with a classifier's head find the last token by it
+        # classifiers based on language models find the last token by it
         model.config.get_text_config().pad_token_id = self.pad
         for module in model.modules():
             for name, child in module.named_children():
-                # GPT-2's activation takes eight operations; torch's has the same formula
+                # GPT-2's activation is eight operations; torch has the same formula in one
                 if type(child).__name__ == "NewGELUActivation":
                     setattr(module, name, nn.GELU(approximate="tanh"))
         return model
@@ -223,13 +218,13 @@ class Pretrained:
         )
 
     def tokens(self, documents: Sequence[Document]) -> Batch:
-        """A batch of all documents but those without a token to predict, which are skipped."""
+        """A batch of all documents; those without a token to predict are skipped."""
         first, rows, targets = len(self.texts), [], []
-        for begin in range(0, len(documents), AT_ONCE):
-            chunk = documents[begin : begin + AT_ONCE]
+        for begin in range(0, len(documents), CHUNK):
+            chunk = documents[begin : begin + CHUNK]
             encoded = self.tokenizer([document.text for document in chunk], **self.options)
             for document, tokens in zip(chunk, encoded["input_ids"], strict=True):
-                # the first token of a language model's text is not predicted
+                # a language model does not predict the first token
                 if not document.text.strip() or len(tokens) < (1 if self.classes else 2):
                     self.skipped.append(document.id)
                     continue
@@ -245,18 +240,18 @@ class Pretrained:
         padded = pad_sequence(rows, batch_first=True, padding_value=self.pad)
         if int(padded.max()) >= self.vocabulary:
             raise ValueError(
-                f"{self.path}: its tokenizer gives token {int(padded.max())}, but the model has "
-                f"{self.vocabulary}; model and tokenizer must belong together"
+                f"{self.path}: the tokenizer gives token {int(padded.max())}, but the model has "
+                f"only {self.vocabulary}; model and tokenizer must belong together"
             )
         lengths = torch.tensor([len(row) for row in rows])
         return padded, lengths, torch.arange(first, len(self.texts)), torch.tensor(targets)
 
     def _starts(self, document: Document, length: int) -> range:
-        """The first tokens of the examples that a document of `length` tokens becomes."""
+        """The first tokens of the examples into which a document of `length` tokens is split."""
         if length <= self.context or self.long == "cut":
             return range(1)
         if self.long == "split" and document.id:
-            # neighbours share a token, so that each is predicted once
+            # examples overlap by one token, so that each token is predicted once
             return range(0, length - 1, self.context - 1)
         remedy = "cut" if self.classes or not document.id else "cut or split"
         raise ValueError(
@@ -266,7 +261,7 @@ class Pretrained:
 
     def _class(self, document: Document) -> int:
         if document.label is None and not document.id:
-            return -1  # a query about the class that the model predicts
+            return -1  # the class that the model predicts
         labels = {str(number): number for number in range(len(self.classes))}
         labels |= {name: number for number, name in enumerate(self.classes)}
         if document.label not in labels:
@@ -277,14 +272,14 @@ class Pretrained:
         return labels[document.label]
 
     def read(self, query: str) -> Batch:
-        """A query as a batch of one: a text, or of a classifier `text => label`."""
+        """A query as a batch of one: a text, or `text => label` for a classifier."""
         text, arrow, label = query.rpartition("=>")
         if arrow and self.classes:
             return self.tokens([Document("", text.strip(), label.strip())])
         return self.tokens([Document("", query)])
 
     def show(self, batch: Batch) -> list[Shown]:
-        """The pieces of text of every example, its class and its id."""
+        """The tokens of every example as text, its class and its id."""
         displays = []
         for row, length, number, target in zip(*(column.tolist() for column in batch), strict=True):
             name, text, start = self.texts[number] if number >= 0 else ("", "", 0)
@@ -299,21 +294,21 @@ class Pretrained:
         return displays
 
     def scores(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits, tokens [n, longest] and which of them are no padding [n, longest]."""
+        """Logits, tokens [n, longest] and a mask [n, longest] that is False for padding."""
         tokens, lengths = batch[:2]
         width = int(lengths.max())
         positions = torch.arange(width, device=tokens.device)
         tokens, counted = tokens[:, :width].long(), positions < lengths[:, None]
         accepted = inspect.signature(model.forward).parameters
         options: dict[str, Any] = {"use_cache": False} if "use_cache" in accepted else {}
-        # RoBERTa and others count positions from after their padding token's
+        # RoBERTa and others count positions from their padding index on
         shifted = any(
             isinstance(module, nn.Embedding) and module.padding_idx is not None
             for name, module in model.named_modules()
             if "position" in name
         )
         if "position_ids" in accepted and not shifted:
-            # models look 0, 1, 2 … up once for all examples, whose gradients would come summed
+            # by default, models embed positions once per batch, which sums over examples
             options["position_ids"] = positions.expand_as(tokens)
         output = model(input_ids=tokens, attention_mask=counted.long(), **options)
         return output.logits, tokens, counted
@@ -321,8 +316,10 @@ class Pretrained:
     def prompt(
         self, model: nn.Module, prompt: str, completion: str | None = None, max_new_tokens: int = 32
     ) -> tuple[Batch, Shown]:
-        """A batch of one in which only the completion has a loss; without a completion the model
-        writes it, taking the likeliest token each time."""
+        """A batch of one in which only the completion has a loss, and how to display it.
+
+        Without a completion, the model generates it greedily.
+        """
         if not prompt.strip():
             raise ValueError(f"prompt must have words, got {prompt!r}")
         tokenizer, context = self.tokenizer, prompt
@@ -330,11 +327,11 @@ class Pretrained:
             context = tokenizer.apply_chat_template(
                 [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
             )
-        # a chat template contains the tokenizer's marks
+        # a chat template contains the special tokens
         options = {"add_special_tokens": not self.chat, "verbose": False}
         tokens = tokenizer(context + (completion or ""), **options)["input_ids"]
         if completion is None and not self.chat and tokens[-1] == tokenizer.eos_token_id:
-            tokens.pop()  # the text goes on: without the mark of its end
+            tokens.pop()  # the text continues after the prompt
         if len(tokens) + (completion is None) > self.limit:
             raise ValueError(
                 f"prompt {prompt!r:.40} and its completion have {len(tokens)} tokens or more, but "
@@ -348,38 +345,34 @@ class Pretrained:
             context, texts = completion_pieces(tokenizer, context, completion, options)
             first = len(tokens) - len(texts)
         if not texts:
-            reason = "the completion has no token, or the model ends its text at once"
+            reason = "the completion has no token, or the model ends the text at once"
             raise ValueError(f"prompt {prompt!r:.40}: {reason}; give another completion")
         row = torch.tensor([tokens], dtype=torch.int32)
         batch = (row, *(torch.tensor([number]) for number in (len(tokens), -1, first)))
         return batch, Shown(tuple(texts), context, generated=completion is None)
 
     @torch.no_grad()
-    def generate(self, model: nn.Module, tokens: list[int], most: int) -> list[int]:
-        """The likeliest continuation, up to `most` tokens or an end of text, which is left out."""
+    def generate(self, model: Any, tokens: list[int], most: int) -> list[int]:
+        """A greedy continuation of at most `most` tokens, without the end-of-text token."""
         settings = (self.tokenizer, self.config, getattr(model, "generation_config", None))
         named = [getattr(setting, "eos_token_id", None) for setting in settings]
-        ends = {n for end in named for n in (end if isinstance(end, list) else [end])}
-        has_cache = "past_key_values" in inspect.signature(model.forward).parameters
-        options: dict[str, Any] = {"use_cache": True} if has_cache else {}
+        ends: set[Any] = {n for end in named for n in (end if isinstance(end, list) else [end])}
+        ends -= {None}
+        # a new configuration: the model's own may sample, or penalize repetitions
+        greedy = self.transformers.GenerationConfig(
+            max_new_tokens=most, eos_token_id=sorted(ends) or None, pad_token_id=self.pad
+        )
         inputs = torch.tensor([tokens], device=next(model.parameters()).device)
-        written: list[int] = []
         modes = [(module, module.training) for module in model.modules()]
         model.eval()
         try:
-            while len(written) < most:
-                output = model(input_ids=inputs, **options)
-                likeliest = output.logits[:, -1:].argmax(-1)  # [1, 1]
-                if int(likeliest) in ends:
-                    break
-                written.append(int(likeliest))
-                inputs = likeliest if has_cache else torch.cat([inputs, likeliest], 1)
-                if has_cache:
-                    options["past_key_values"] = output.past_key_values
+            # with a mask, since the prompt may contain the token that pads
+            mask = torch.ones_like(inputs)
+            row = model.generate(inputs, attention_mask=mask, generation_config=greedy)[0].tolist()
         finally:
             for module, training in modes:
                 module.training = training
-        return written
+        return list(takewhile(lambda token: token not in ends, row[len(tokens) :]))
 
 
 def _name(document: Document) -> str:
@@ -389,7 +382,7 @@ def _name(document: Document) -> str:
 def _split(
     data: Data, evaluation: Data | float, **columns: Any
 ) -> tuple[Sequence[Document], Sequence[Document] | None]:
-    """Documents to train on and to evaluate on, the same every time."""
+    """Documents to train on and to evaluate on; the split depends on the ids only."""
     documents = read_documents(data, **columns) if isinstance(data, str | Path) else data
     if isinstance(evaluation, str | Path):
         return documents, read_documents(evaluation, **columns)
@@ -400,7 +393,7 @@ def _split(
     count = max(1, round(evaluation * len(documents)))
     if not 0 < evaluation < 1 or count >= len(documents):
         raise ValueError(
-            f"evaluation must be a share of the {len(documents)} documents that leaves some to "
+            f"evaluation must be a fraction of the {len(documents)} documents that leaves some to "
             f"train on, got {evaluation}; give a file of other documents, or 0 to hold none out"
         )
     held_out = set(shuffled([document.id for document in documents], "documents")[-count:])

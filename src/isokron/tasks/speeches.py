@@ -16,8 +16,8 @@ SIZES = {
     "tiny": {"context": CONTEXT, "layers": 2, "width": 64, "heads": 4},
     "small": {"context": CONTEXT, "layers": 4, "width": 128, "heads": 4},
 }
-HELD_OUT = 24  # speeches of which no byte is trained on
-WINDOWS = 256  # of evaluation: every optimizer has the same ones, so a few tell them apart
+HELD_OUT = 24  # speeches for evaluation
+WINDOWS = 256  # evaluation windows; few are enough, since every optimizer has the same ones
 
 
 def speeches(size: str) -> Task:
@@ -38,7 +38,7 @@ def speeches(size: str) -> Task:
         displays = []
         for window, number in zip(*(tensor.tolist() for tensor in batch), strict=True):
             context, *tokens = pieces(bytes(window))
-            # a query is of no speech
+            # queries have no speech
             title = names[number].replace("-", " ") if number >= 0 else ""
             displays.append(Shown(tuple(tokens), context, title=title))
         return displays
@@ -61,9 +61,9 @@ def speeches(size: str) -> Task:
 
 
 def windows(text: str, context: int) -> Tensor:
-    """Consecutive windows [n, context + 1] of one text's bytes; a shorter last one is dropped."""
+    """Consecutive windows [n, context + 1] of a text in bytes; a shorter last one is dropped."""
     data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-    # neighbours share one byte, the last target of one and the first input of the next
+    # windows overlap by one byte, which is the last target of one and the first input of the next
     fits = len(data) > context
     return data.unfold(0, context + 1, context) if fits else data.new_empty(0, context + 1)
 
@@ -82,7 +82,7 @@ def said(model: nn.Module, batch: Batch) -> str:
 
 
 def read(text: str) -> Batch:
-    """A text as a window of its own length, of no speech."""
+    """A text as a window of its length, without a speech."""
     data = text.encode()
     if not 2 <= len(data) <= CONTEXT + 1:
         rule = f"2 to {CONTEXT + 1} bytes of UTF-8, of which the first is context"
@@ -91,10 +91,10 @@ def read(text: str) -> Batch:
 
 
 def pieces(data: bytes) -> list[str]:
-    """One piece per byte: a character stands at its last byte, its other bytes are empty."""
+    """One piece per byte: a character is at its last byte, its other bytes are empty."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     texts = [decoder.decode(bytes([byte])) for byte in data]
-    texts[-1] += decoder.decode(b"", final=True)  # of a character that the window cuts in two
+    texts[-1] += decoder.decode(b"", final=True)  # if the window ends within a character
     return texts
 
 
@@ -152,17 +152,17 @@ class ByteTransformer(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, 256, bias=False)
         for embedding in (self.tokens, self.positions):
-            # large enough that the first blocks' sums do not drown the token itself
+            # large relative to the outputs of the first blocks, which are added to it
             nn.init.normal_(embedding.weight, std=0.3)
         nn.init.normal_(self.head.weight, std=0.02)  # starts near the uniform guess, ln 256 nats
         for block in self.blocks:
             assert isinstance(block, Block)
             for linear in (block.out, block.down):
-                # 2·layers branches add up; keep the variance of their sum at one branch's
+                # the sum of 2·layers branches has the variance of one
                 linear.weight.data.div_((2 * layers) ** 0.5)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        # asked for once an example, so that curvature sees the gradient of each
+        # looked up per example, so that curvature gets a gradient per example
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         x = self.tokens(tokens) + self.positions(positions)
         for block in self.blocks:

@@ -1,4 +1,4 @@
-"""The value every command works on: a model, its examples, one loss per example, its display."""
+"""A task: a model, its examples, one loss per example, and how examples are displayed."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ else:
 
 @dataclass(frozen=True, eq=False)
 class Shown:
-    """How an example is displayed: pieces of text, an image, or both.
+    """How an example is displayed: as text, an image, or both.
 
-    tokens: joined, they are the text; where the loss has one term per token, piece k belongs to the
-    k-th target.
-    context: the text before the first token that has a loss.
+    tokens: pieces of the text; if the loss has one term per token, piece k is the k-th target.
+    context: the text before the first token with a loss.
     image: uint8 [h, w] or [h, w, 3].
-    generated: the tokens were written by the model.
+    generated: whether the model generated the tokens.
     """
 
     tokens: tuple[str, ...] = ()
@@ -44,7 +43,7 @@ class Shown:
         return self.context + "".join(self.tokens)
 
     def to_json(self) -> dict[str, Any]:
-        """Fields as strings, lists and booleans, the image as PNG in base64; no empty ones."""
+        """Non-empty fields as strings, lists and booleans; the image as PNG in base64."""
         image = "" if self.image is None else base64.b64encode(png(self.image)).decode()
         values = vars(self) | {"tokens": list(self.tokens), "image": image}
         return {name: value for name, value in values.items() if value}
@@ -58,7 +57,7 @@ def png(image: Tensor) -> bytes:
             f"an image must be uint8 [h, w] or [h, w, 3], got {image.dtype} {list(image.shape)}; "
             "scale it to 0..255, with colours in the last dimension"
         )
-    # every row is preceded by the number of its filter, 0 for none
+    # every row begins with the number of its filter, 0 for none
     rows = b"".join(b"\0" + row.numpy().tobytes() for row in image.cpu().contiguous())
     size = struct.pack(">2I5B", image.shape[1], image.shape[0], 8, 0 if grey else 2, 0, 0, 0)
     chunks = (b"IHDR" + size, b"IDAT" + zlib.compress(rows, 9), b"IEND")
@@ -96,21 +95,26 @@ class Examples:
 class Task:
     """A model to train on examples.
 
-    model: makes a new model, initialized from torch's current seed.
-    evaluation: examples that are not trained on, or None.
-    loss: model, batch → one loss per example [n]. unit: what it measures, for labels.
-    sample: model → a text that shows what it does.
-    logits: where the loss is a cross-entropy: model, batch → class scores (last dimension) and
-        integer targets, −100 where none counts. Exact Fisher and token scores need it.
-    show: batch → one Shown per example.
-    read: a query in words → a batch of one example.
-    prompt: (model, prompt, completion=None, max_new_tokens=32) → a batch of one example, in which
-        only the completion has a loss, and its Shown; without a completion the model writes it.
-    said: model, batch → what the model predicts there, as text.
-    ids: a unique name per training example; empty, they are numbered.
-    lengths: tokens of each training example, for batches of examples of similar length.
-    skipped: ids of documents that were left out, having no token to predict.
-    trained: whether `model` returns a trained model.
+    Args:
+        name: shown in tables and on pages.
+        model: returns a new model, initialized from torch's current seed.
+        train: training examples.
+        evaluation: examples that are not trained on, or None.
+        loss: model, batch → one loss per example [n].
+        batch_size: examples per training step.
+        unit: unit of the loss, for labels.
+        sample: model → a text that shows what it does.
+        logits: for a cross-entropy: model, batch → class scores (last dimension) and integer
+            targets, −100 where masked. The exact Fisher and token scores need it.
+        show: batch → one Shown per example.
+        read: a query as text → a batch of one example.
+        prompt: (model, prompt, completion=None, max_new_tokens=32) → a batch of one example in
+            which only the completion has a loss, and its Shown; None: the model generates it.
+        said: model, batch → the model's prediction as text.
+        ids: a unique name per training example; default: their numbers.
+        lengths: tokens per training example, to batch examples of similar length.
+        skipped: ids of documents that were skipped, having no token to predict.
+        trained: whether `model` returns a trained model.
     """
 
     name: str
@@ -138,8 +142,8 @@ class Task:
             raise TypeError(f"Task {rule}, the latter or None, got {got}")
         if hasattr(self.model, "parameters") and not isinstance(self.model, type):
             raise TypeError(
-                "Task model must be a function that makes a model, got a model; every run needs "
-                "a new one: model=lambda: MyModel(...)"
+                "Task model must be a function that returns a new model, got a model; write "
+                "model=lambda: MyModel(...)"
             )
         count = len(self.train)
         if not 1 <= self.batch_size <= count:
@@ -155,7 +159,7 @@ class Task:
 
     @property
     def held_out(self) -> Examples:
-        """The evaluation examples, or an error if the task has none."""
+        """The evaluation examples; raises if the task has none."""
         if self.evaluation is None:
             raise ValueError(
                 f"task {self.name!r} has no evaluation examples: all of its data are training "
@@ -164,7 +168,7 @@ class Task:
         return self.evaluation
 
     def losses(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The loss of every example of the batch, checked to be [n]."""
+        """The loss of every example of a batch, [n]; raises if `loss` has another shape."""
         losses, expected = self.loss(model, batch), (len(batch[0]),)
         shape = tuple(getattr(losses, "shape", ()))
         if shape != expected:
@@ -177,7 +181,7 @@ class Task:
 
 
 def mean_cross_entropy(logits: Logits) -> Callable[[nn.Module, Batch], Tensor]:
-    """The loss of a task with these logits: the mean over the targets of every example."""
+    """The loss of a task with these logits: the mean over the targets of each example."""
     from torch.nn.functional import cross_entropy
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:

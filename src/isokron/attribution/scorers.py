@@ -1,0 +1,340 @@
+"""Scores of all training examples, exact in passes over the data, or from a gradient store."""
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from isokron.attribution.data import Data, Subject, spread, to_device
+from isokron.attribution.evaluate import Noise, noise
+from isokron.attribution.projection import Encoder, choose_dim, collect, encoders
+from isokron.attribution.queries import Query
+from isokron.attribution.score import QueryGradients, exact_scores, query_gradients
+from isokron.attribution.store import SCHEMA, Schema, Span, Store, read_schema
+from isokron.curvature import Curvature
+from isokron.distributed import Ranks
+from isokron.distributed.team import in_turn, share, side_by_side, together
+from isokron.report import render
+from isokron.tasks import Shown
+
+SHARDS = 16  # minimum number, so that processes can share them
+SHARD = 128 * 2**20  # maximum bytes of gradients in a shard
+SAMPLE = 64  # training examples on which projected scores are compared with exact ones
+ASKED = 8  # queries used to choose a dimension
+SPEARMAN = 0.9  # minimum rank correlation with exact scores for the default dimension
+TINY = 1e-30
+
+
+class Scored(NamedTuple):
+    """scores [Q, N]; on request by_layer [Q, layers, N] and lengths |q||t| [Q, N]."""
+
+    scores: Tensor
+    by_layer: Tensor | None = None
+    lengths: Tensor | None = None
+    losses: Tensor | None = None  # [N]
+
+    def comparable(self) -> Tensor:
+        """Scores, or cosines if there are lengths: [Q, N]"""
+        return self.scores if self.lengths is None else self.scores / self.lengths
+
+
+@dataclass(frozen=True, eq=False)
+class ExactScorer:
+    """Exact scores of a subject. inverse: damping → H⁻¹, or None for the identity."""
+
+    subject: Subject
+    inverse: Callable[[float], Curvature | None]
+
+    def gradients(
+        self, queries: Sequence[Query], damping: float, mean: bool = False
+    ) -> QueryGradients:
+        """H⁻¹∇ of every query; with `mean`, of their sum."""
+        groups = [0] * len(queries) if mean else None
+        names = [query.name for query in queries]
+        batches = self._batches_of(queries)
+        return query_gradients(self.subject, batches, self.inverse(damping), groups, names=names)
+
+    def scores(
+        self,
+        queries: Sequence[Query],
+        damping: float,
+        *,
+        block: int,
+        mean: bool = False,
+        by_layer: bool = False,
+        unit: bool = False,
+        numbers: Sequence[int] | None = None,
+    ) -> Scored:
+        """Scores of all examples, or of `numbers`. block: queries per pass."""
+        ranks, plan = self.subject.ranks, self.subject.data.plan(numbers)
+        batches = self._share(plan, None if numbers else "score")
+        parts, lengths = [], []
+        # a mean takes the memory of one query
+        step = len(queries) if mean else block
+        for first in range(0, len(queries), step):
+            asked = queries[first : first + step]
+            gradients = self.gradients(asked, damping, mean)
+            with together(ranks, "scoring examples"):
+                scores, losses, squares, _ = exact_scores(
+                    self.subject, batches, gradients, by_layer=by_layer, squares=unit
+                )
+            parts.append(scores / len(queries) if mean else scores)
+            if unit:
+                roots = side_by_side(ranks, squares).clamp_min(0).sqrt()
+                lengths.append(self._norms(asked, gradients, mean)[:, None] * roots)
+            # freed before the next block is computed
+            del gradients
+        order = positions(plan, numbers)
+        scores = side_by_side(ranks, torch.cat(parts)).cpu()[..., order]
+        losses = side_by_side(ranks, losses).cpu()[order]
+        products = torch.cat(lengths).cpu()[:, order].clamp_min(TINY) if unit else None
+        if by_layer:
+            return Scored(scores.sum(1), scores, products, losses)
+        return Scored(scores, None, products, losses)
+
+    def self_influence(self, damping: float) -> Tensor:
+        """⟨∇, H⁻¹∇⟩ of every training example: [N]"""
+        ranks, plan = self.subject.ranks, self.subject.data.plan()
+        with together(ranks, "scoring examples"):
+            no_queries = self.gradients([], damping)
+            batches = self._share(plan, "score")
+            result = exact_scores(self.subject, batches, no_queries, squares=True)
+        return side_by_side(ranks, result.squares).cpu()[positions(plan, None)]
+
+    def example_tokens(
+        self, numbers: Sequence[int], gradients: QueryGradients
+    ) -> tuple[dict[int, list[float]], dict[int, float], dict[int, float]]:
+        """By example, for the first query: scores of its positions, its score, and ⟨∇, H⁻¹∇⟩.
+
+        Layers with fewer positions than others, as after pooling, count in the score only.
+        """
+        tokens: dict[int, list[float]] = {}
+        totals: dict[int, float] = {}
+        squares: dict[int, float] = {}
+        for batch in self.subject.data.plan(numbers):
+            examples = [self.subject.batch(batch)]
+            result = exact_scores(self.subject, examples, gradients, tokens=True, squares=True)
+            assert result.totals is not None
+            tokens |= dict(zip(batch, result.scores[0].tolist(), strict=True))
+            totals |= dict(zip(batch, result.totals[0].tolist(), strict=True))
+            squares |= dict(zip(batch, result.squares.clamp_min(0).tolist(), strict=True))
+        return tokens, totals, squares
+
+    def query_tokens(self, query: Query, numbers: Sequence[int], damping: float) -> list[float]:
+        """The influence of some examples on each position of a query."""
+        batches = [self.subject.batch(batch) for batch in self.subject.data.plan(numbers)]
+        groups = [0] * len(batches)
+        examples = query_gradients(self.subject, batches, self.inverse(damping), groups)
+        result = exact_scores(self.subject, self._batches_of([query]), examples, tokens=True)
+        values: list[float] = result.scores[0].sum(0).tolist()
+        return values
+
+    def _norms(self, queries: Sequence[Query], gradients: QueryGradients, mean: bool) -> Tensor:
+        """√⟨∇_q, H⁻¹∇_q⟩ of every query, or of their mean: [Q]"""
+        if not mean:
+            return torch.tensor(gradients.squares, device=self.subject.device).clamp_min(0).sqrt()
+        scores = exact_scores(self.subject, self._batches_of(queries), gradients).scores
+        return (scores.sum() / len(queries) ** 2).clamp_min(0).sqrt()[None]
+
+    def _batches_of(self, queries: Sequence[Query]) -> list[Any]:
+        return [to_device(query.batch, self.subject.device) for query in queries]
+
+    def _share(self, plan: list[list[int]], stage: str | None) -> Iterable[Any]:
+        """This rank's batches of a plan."""
+        part = share(self.subject.ranks, len(plan))
+        return self.subject.batches(plan[part.start : part.stop], stage)
+
+
+@dataclass(frozen=True, eq=False)
+class StoreScorer(ExactScorer):
+    """Builds a gradient store shard by shard, and scores with it; its subject has all its layers.
+
+    settings: those of `Attributor.build`: dim, damping, dtype and seed.
+    """
+
+    def encoders(self, settings: Mapping[str, Any]) -> dict[str, Encoder]:
+        inverse = self.inverse(settings["damping"])
+        layers, device = self.subject.layers, self.subject.device
+        return encoders(layers, settings["dim"], settings["seed"], inverse, device)
+
+    def query_rows(self, by_name: dict[str, Encoder], queries: Sequence[Query]) -> Tensor:
+        """Projected gradients of queries: [Q, D]"""
+        subject, rows = self.subject, list[Tensor]()
+        batches = self._batches_of(queries)
+        # a query may be a batch of several rows, whose gradients are summed
+        collect(subject.model, batches, subject.loss, by_name, lambda r, _: rows.append(r.sum(0)))
+        return torch.stack(rows).float().cpu()
+
+    def stored_scores(
+        self,
+        store: Store,
+        settings: Mapping[str, Any],
+        queries: Sequence[Query],
+        *,
+        memory: int,
+        mean: bool = False,
+        by_layer: bool = False,
+        unit: bool = False,
+    ) -> Scored:
+        """Products of the queries' rows with all rows of the store, read block by block."""
+        rows = self.query_rows(self.encoders(settings), queries)
+        rows = rows.mean(0, keepdim=True) if mean else rows
+        columns = [store.columns(layer.name) for layer in self.subject.layers]
+        ranks = self.subject.ranks
+        columns = columns if by_layer else [slice(None)]
+        parts, squares = [torch.zeros(len(rows), len(columns), 0)], [torch.zeros(0)]
+        with together(ranks, "scoring shards"):
+            for block in store.blocks(memory, share(ranks, store.schema.shards)):
+                stored = block.float()
+                parts.append(torch.stack([rows[:, c] @ stored[:, c].mT for c in columns], 1))
+                squares.append(stored.square().sum(1))
+        total = side_by_side(ranks, torch.cat(parts, 2))
+        lengths = None
+        if unit:
+            roots = side_by_side(ranks, torch.cat(squares)).sqrt()
+            lengths = (rows.norm(dim=1)[:, None] * roots).clamp_min(TINY)
+        return Scored(total.sum(1), total if by_layer else None, lengths, store.extra("loss"))
+
+    def stored_self_influence(self, store: Store, memory: int) -> Tensor:
+        """Squared norms of rows, which estimate ⟨∇, H⁻¹∇⟩ of every example: [N]"""
+        ranks, parts = self.subject.ranks, [torch.zeros(0)]
+        with together(ranks, "scoring shards"):
+            for block in store.blocks(memory, share(ranks, store.schema.shards)):
+                parts.append(block.float().square().sum(1))
+        return side_by_side(ranks, torch.cat(parts))
+
+    def sample(self) -> list[int]:
+        """Examples on which projected scores are compared with exact ones."""
+        return spread(len(self.subject.data), min(SAMPLE, len(self.subject.data)))
+
+    def noise(
+        self, queries: Sequence[Query], scored: Scored, damping: float, block: int, mean: bool
+    ) -> Noise:
+        """Compare projected scores, or cosines, with exact ones on a sample of examples."""
+        sample, unit = self.sample(), scored.lengths is not None
+        exact = self.scores(queries, damping, block=block, mean=mean, unit=unit, numbers=sample)
+        return noise(exact.comparable(), scored.comparable()[:, sample])
+
+    def chosen_dim(
+        self, settings: Mapping[str, Any], queries: Sequence[Query], memory: int, block: int
+    ) -> int:
+        """A small dimension whose scores agree with exact ones on a sample.
+
+        memory: limit of the store, in bytes; block: queries of a pass of exact scores.
+        """
+        data, sample = self.subject.data, self.sample()
+        if not queries:
+            numbers = spread(len(data), min(ASKED, len(data)))
+            queries = [Query(data.batch([n]), (Shown(title=data.ids[n]),), "") for n in numbers]
+        queries = queries[:ASKED]
+        exact = self.scores(queries, settings["damping"], block=block, numbers=sample).scores
+
+        def measure(dim: int) -> float:
+            projected = self.computed_scores({**settings, "dim": dim}, queries, sample)
+            return noise(exact, projected).spearman
+
+        dim = choose_dim(self.subject.layers, len(data), memory, measure, SPEARMAN)
+        if self.subject.ranks is not None:
+            self.subject.ranks.agree("the dimension of the store", dim)
+        if dim is None:
+            raise ValueError(
+                f"no store within {render.memory(memory)} has a rank correlation of {SPEARMAN} "
+                "with exact scores; score exactly (--no-store), or give --dim or more --memory"
+            )
+        return dim
+
+    def computed_scores(
+        self, settings: Mapping[str, Any], queries: Sequence[Query], numbers: Sequence[int]
+    ) -> Tensor:
+        """Scores [Q, n] of some examples from rows that are computed now and not stored."""
+        by_name, plan = self.encoders(settings), self.subject.data.plan(numbers)
+        rows, _ = self._rows(by_name, plan)
+        return self.query_rows(by_name, queries) @ rows[positions(plan, numbers)].mT
+
+    def build(
+        self, folder: Path, settings: Mapping[str, Any], recorded: dict[str, Any], memory: int
+    ) -> Store:
+        """Write one row per example; ranks share the shards, and finished shards are kept.
+
+        recorded: all settings that the numbers depend on; a store with other settings is refused.
+        """
+        data, ranks, by_name = self.subject.data, self.subject.ranks, self.encoders(settings)
+        columns = {name: encoder.width for name, encoder in by_name.items()}
+        per_shard = shard_size(4 * sum(columns.values()), len(data), memory)
+        if (folder / SCHEMA).exists():
+            # as when the build began, also if there is less free memory now
+            per_shard = read_schema(folder).examples_per_shard
+        if ranks is not None:
+            ranks.agree("examples in a shard", per_shard)
+        schema = Schema(recorded, columns, len(data), per_shard, settings["dtype"])
+        with in_turn(ranks, "opening the store"):
+            store = Store.begin(folder, schema)
+        spans = _missing(store, ranks)
+        spans = spans if ranks is None else spans[ranks.rank :: ranks.size]
+        total, done = sum(span.last - span.first for span in spans), 0
+        self.subject.progress("build", 0, total)
+        with together(ranks, "building shards"):
+            for number, first, last in spans:
+                plan = data.plan(range(first, last))
+                rows, losses = (x[positions(plan, None)] for x in self._rows(by_name, plan))
+                store.write(number, rows, data.ids[first:last], {"loss": losses})
+                done += last - first
+                self.subject.progress("build", done, total)
+        with in_turn(ranks, "finishing the store"):
+            return store.finish()
+
+    def _rows(self, by_name: dict[str, Encoder], plan: list[list[int]]) -> tuple[Tensor, Tensor]:
+        """Rows [n, D] and losses [n] of some examples on the CPU, in the order of the plan."""
+        subject, rows, losses = self.subject, list[Tensor](), list[Tensor]()
+
+        def take(batch_rows: Tensor, batch_losses: Tensor) -> None:
+            _check_finite(batch_rows, batch_losses, subject.data, plan[len(rows)])
+            rows.append(batch_rows.cpu())
+            losses.append(batch_losses.cpu())
+
+        collect(subject.model, subject.batches(plan), subject.loss, by_name, take)
+        return torch.cat(rows), torch.cat(losses)
+
+
+def positions(plan: list[list[int]], numbers: Sequence[int] | None) -> Tensor:
+    """The position of each example in the order of the batches."""
+    order = [number for batch in plan for number in batch]
+    places = {number: place for place, number in enumerate(order)}
+    wanted = sorted(order) if numbers is None else numbers
+    return torch.tensor([places[number] for number in wanted])
+
+
+def _check_finite(rows: Tensor, losses: Tensor, data: Data, numbers: list[int]) -> None:
+    finite = rows.isfinite().all(1) & losses.isfinite()
+    if not bool(finite.all()):
+        bad = int((~finite).nonzero()[0, 0])
+        raise FloatingPointError(
+            f"example {data.ids[numbers[bad]]!r} has a loss of {float(losses[bad]):g} and a "
+            "gradient that is not finite; check its data, or leave it out"
+        )
+
+
+def shard_size(row: int, examples: int, memory: int) -> int:
+    """Examples per shard: at most an eighth of the memory, and enough shards to be shared."""
+    limit = min(SHARD, memory // 8)
+    if row > limit:
+        raise ValueError(
+            f"memory must be eight times a row of {row} bytes, got {memory}; give more --memory, "
+            "or a smaller --dim"
+        )
+    return max(1, min(examples, limit // row, -(-examples // SHARDS)))
+
+
+def _missing(store: Store, ranks: Ranks | None) -> list[Span]:
+    """The shards to write; ranks share the check of existing ones."""
+    if ranks is None:
+        return store.missing()
+    with together(ranks, "looking for shards"):
+        spans = store.missing(range(ranks.rank, store.schema.shards, ranks.size))
+    texts = ranks.gather_text(json.dumps([span.number for span in spans]))
+    numbers = sorted(number for text in texts for number in json.loads(text))
+    return [store.schema.span(number) for number in numbers]
