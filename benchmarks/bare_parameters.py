@@ -47,11 +47,12 @@ def final_loss(
     model = GPT2LMHeadModel(config)
     make = getattr(isokron, name)
     options: dict[str, Any] = {} if lr is None else {"lr": lr}
-    if way == "method" and name != "AdamW":
-        options["route"] = "method"
     given: dict[str, Any] = {"optimizer_cls_and_kwargs": (make, options)}
-    if way == "grouped":
-        given = {"optimizers": (make(isokron.param_groups(model), **options), None)}
+    groups: list[dict[str, Any]] = isokron.param_groups(model)
+    if way == "method":  # the Trainer's groups have no weight decay by default
+        groups = [{"params": list(model.parameters()), "route": "method", "weight_decay": 0.0}]
+    if way != "bare":
+        given = {"optimizers": (make(groups, **options), None)}
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder,

@@ -16,6 +16,7 @@ import sys
 import threading
 from math import isqrt
 from pathlib import Path
+from typing import Any
 
 import torch
 from timing import conditions, interleaved
@@ -52,8 +53,9 @@ def time_blocks(rounds: int) -> None:
 
 def peak(name: str, layers: int, workspace: int | None) -> None:
     """Print the GB that a step needs beyond what is there after it."""
-    given = {} if workspace is None else {"workspace": workspace}
-    optimizer = getattr(isokron, name)(with_gradients(LAYER * layers), lr=1e-3, **given)
+    group: dict[str, Any] = {"params": with_gradients(LAYER * layers)}
+    group |= {} if workspace is None else {"workspace": workspace}
+    optimizer = getattr(isokron, name)([group], lr=1e-3)
     most, over = 0, threading.Event()
 
     def watch() -> None:

@@ -1,13 +1,14 @@
-"""Real ranks: state a rank, bytes a step against the plan's, and time a step.
+"""Real ranks: state per rank, bytes sent per step against the plan, and time per step.
 
     python benchmarks/distributed.py [--ranks 1,2,4] [--layout ddp|fsdp] [--only soap] [--cycles 3]
 
 Processes with gloo on this machine, one thread each, step a small decoder (4 layers, width 256)
-on random gradients, which all ranks have alike. "share" is the worst rank's state times the ranks,
-over the state of one: 1 is an even division without copies. "plan" is what isokron.planning
-foresees of both; a figure that differs is marked. "bits": whether parameters end with those they
-have on the first number of ranks. Times are of the slowest rank: the median over
-cycles of ten steps, one of which refreshes, of the mean step. Ranks share the cores there are.
+on random gradients, the same on all ranks. "share" is the largest state of a rank times the number
+of ranks, over the state of one process: 1 is an even division without copies. "plan" is what
+isokron.plan computes for "sent"; a row whose state or bytes differ from it on any rank says so.
+"bits" tells whether parameters end with the same bits as on the first number of ranks. Times are
+those of the slowest rank: the median over cycles of ten steps, one of which refreshes, of the mean
+step. The ranks share the cores of the machine.
 """
 
 import argparse
@@ -25,8 +26,9 @@ from torch import distributed as dist
 from torch import nn
 
 import isokron
-from isokron.planning import load_of, make_layout
-from isokron.planning.report import in_bytes
+from isokron.cli.plan import BYTES, in_units
+from isokron.distributed import local
+from isokron.plan import RankLayout, plan, state_bytes
 from isokron.tasks.speeches import ByteTransformer
 
 OPTIMIZERS = ("AdamW", "Shampoo", "SOAP", "Katie", "Muon", "Quad", "Skew")
@@ -34,12 +36,12 @@ CYCLE = 10
 
 
 class Figures(NamedTuple):
-    """Of one optimizer on one rank."""
+    """Measurements of one optimizer on one rank."""
 
     state: int
     sent: float
     seconds: float
-    bits: int  # of all parameters in the end
+    checksum: int  # of all parameters in the end
 
 
 def decoder() -> nn.Module:
@@ -79,45 +81,33 @@ def measured(name: str, layout: str, cycles: int) -> Figures:
             mesh, placements = placed.device_mesh, placed.placements
             noise = distribute_tensor(noise, mesh, placements, src_data_rank=None)
         param.grad = noise
-    taken, sent = [], 0
-    for cycle in range(cycles + 1):  # the first has more refreshes than the others
+    times, sent = [], 0
+    for cycle in range(cycles + 1):  # the first cycle has more refreshes than the others
         dist.barrier()
         before, start = traffic(optimizer), time.perf_counter()
         for _ in range(CYCLE):
             optimizer.step()
         if cycle:
-            taken.append((time.perf_counter() - start) / CYCLE)
+            times.append((time.perf_counter() - start) / CYCLE)
             sent += traffic(optimizer) - before
-    return Figures(
-        state_bytes(optimizer), sent / cycles / CYCLE, statistics.median(taken), bits_of(model)
-    )
+    entries = [{k: local(v) for k, v in entry.items()} for entry in optimizer.state.values()]
+    state, seconds = sum(map(state_bytes, entries)), statistics.median(times)
+    return Figures(state, sent / cycles / CYCLE, seconds, checksum(model))
 
 
 def traffic(optimizer: isokron.Preconditioned) -> int:
-    sharing = optimizer._sharing
-    parties = {*([sharing.ranks] if sharing.ranks else []), *sharing.groups.values()}
-    return sum(ranks.traffic.sent for ranks in (*parties, *sharing.controls.values()))
+    agreement = optimizer._agreement
+    parties = {*([agreement.ranks] if agreement.ranks else []), *agreement._ranks_by_group.values()}
+    return sum(ranks.traffic.sent for ranks in (*parties, *agreement._controls.values()))
 
 
-def bits_of(model: nn.Module) -> int:
-    """A number of all bits of all parameters."""
-    found = 0
+def checksum(model: nn.Module) -> int:
+    """Of the bits of all parameters."""
+    value = 0
     for param in model.parameters():
-        whole = param.full_tensor() if hasattr(param, "full_tensor") else param
-        found = zlib.crc32(whole.detach().contiguous().numpy().tobytes(), found)
-    return found
-
-
-def state_bytes(optimizer: isokron.Preconditioned) -> int:
-    """What is here of the tensors in `optimizer.state`, counters aside."""
-    from torch.distributed.tensor import DTensor
-
-    total = 0
-    for entry in optimizer.state.values():
-        for key, value in entry.items():
-            here = value.to_local() if isinstance(value, DTensor) else value
-            total += 0 if key == "step" else here.numel() * here.element_size()
-    return total
+        full = param.full_tensor() if hasattr(param, "full_tensor") else param
+        value = zlib.crc32(full.detach().contiguous().numpy().tobytes(), value)
+    return value
 
 
 def rank_main(
@@ -145,13 +135,13 @@ def run(size: int, names: list[str], layout: str, cycles: int) -> dict[str, list
         ]
         for process in processes:
             process.start()
-        found = {name: [Figures(0, 0, 0, 0)] * size for name in names}
+        figures = {name: [Figures(0, 0, 0, 0)] * size for name in names}
         for _ in range(size * len(names)):
-            rank, name, figures = results.get(timeout=1800)
-            found[name][rank] = figures
+            rank, name, figures_of_rank = results.get(timeout=1800)
+            figures[name][rank] = figures_of_rank
         for process in processes:
             process.join()
-    return found
+    return figures
 
 
 def main() -> None:
@@ -167,25 +157,20 @@ def main() -> None:
     torch.set_num_threads(1)  # as in the ranks
     print(f"{conditions()}; layout {options.layout}")
     print(f"{'':<9}{'ranks':>5}{'state':>11}{'share':>7}{'sent':>11}{'plan':>11}{'step':>10}  bits")
-    found = {size: run(size, names, options.layout, options.cycles) for size in sizes}
+    figures = {size: run(size, names, options.layout, options.cycles) for size in sizes}
     for name in names:
-        model = decoder().to("meta")
-        whole = int(load_of(make(name, model), make_layout("ddp", 1)).state.sum())
+        optimizer = make(name, decoder().to("meta"))
+        one = int(plan(optimizer, RankLayout("ddp", 1)).state[0])
+        expected_sum = figures[sizes[0]][name][0].checksum
         for size in sizes:
-            ranks = found[size][name]
-            load = load_of(make(name, model), make_layout(options.layout, size))
-            exact = [figures.state for figures in ranks] == load.state.tolist()
-            exact = exact and [figures.sent for figures in ranks] == load.sent.tolist()
-            worst = max(figures.state for figures in ranks)
-            sent, plan = max(figures.sent for figures in ranks), int(load.sent.max())
-            seconds = max(figures.seconds for figures in ranks)
-            bits, first = (
-                {figures.bits for figures in some} for some in (ranks, found[sizes[0]][name])
-            )
+            state, sent, seconds, sums = map(list, zip(*figures[size][name], strict=True))
+            costs = plan(optimizer, RankLayout(options.layout, size))
+            exact = state == costs.state.tolist() and sent == costs.sent.tolist()
             print(
-                f"{name:<9}{size:>5}{in_bytes(worst):>11}{worst * size / whole:>7.3f}"
-                f"{in_bytes(sent):>11}{in_bytes(plan):>11}{1e3 * seconds:>7.1f} ms"
-                f"{'  same' if bits == first else '  other'}"
+                f"{name:<9}{size:>5}{in_units(max(state), BYTES):>11}"
+                f"{max(state) * size / one:>7.3f}{in_units(max(sent), BYTES):>11}"
+                f"{in_units(int(costs.sent.max()), BYTES):>11}{1e3 * max(seconds):>7.1f} ms"
+                f"{'  same' if set(sums) == {expected_sum} else '  other'}"
                 f"{'' if exact else '  differs from the plan'}"
             )
 

@@ -23,7 +23,7 @@ from torch import nn
 
 import isokron
 from distributed import OPTIMIZERS, decoder, shared
-from isokron.planning.report import in_bytes
+from isokron.cli.plan import BYTES, in_units
 
 
 def stepped(name: str, layout: str) -> isokron.Preconditioned:
@@ -113,8 +113,8 @@ def main() -> None:
             growth = max(grown for grown, whole in figures if whole)
             others = max((grown for grown, whole in figures if not whole), default=0)
             print(
-                f"{name:<9}{size:>5}{in_bytes(full):>11}{in_bytes(growth):>11}"
-                f"{growth / adamw:>8.2f}{in_bytes(others):>11}{others / adamw:>8.2f}"
+                f"{name:<9}{size:>5}{in_units(full, BYTES):>11}{in_units(growth, BYTES):>11}"
+                f"{growth / adamw:>8.2f}{in_units(others, BYTES):>11}{others / adamw:>8.2f}"
             )
 
 

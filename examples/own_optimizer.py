@@ -19,10 +19,10 @@ import isokron
 class NormalizedDescent(isokron.Preconditioned):
     """W ← W − lr(√min(m, n) · M/‖M‖ + λW)."""
 
-    debias = False  # a unit vector does not depend on the moment's scale
-
     def __init__(self, params: Any, lr: float = 1e-2, *, momentum: float = 0.9) -> None:
-        super().__init__(params, lr, momentum=momentum, weight_decay=0.1)
+        # a unit vector does not depend on the moment's scale
+        traits = isokron.Traits(debias=False)
+        super().__init__(params, lr, traits, momentum=momentum, weight_decay=0.1)
 
     def direction(
         self, moment: Tensor, state: dict[str, Tensor], group: Mapping[str, Any]

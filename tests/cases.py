@@ -3,6 +3,7 @@
 ISOKRON_TEST_DEVICE=npu puts models and data on a second device (second_device.py).
 """
 
+import inspect
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import isokron
 from isokron.optim.blocks import Batch
+from isokron.optim.layout import Traits, matrices_of
 
 DEVICE = os.environ.get("ISOKRON_TEST_DEVICE", "cpu")
 if DEVICE == "npu":
@@ -26,11 +28,11 @@ class Whitening(isokron.Preconditioned):
     optimizers the package has.
     """
 
-    order = 2
-    operator = ("root",)
-
     def __init__(self, params: Any, lr: float = 1e-2, **settings: Any) -> None:
-        super().__init__(params, lr, **{"momentum": 0.9, "every": 3, "max_dim": 8, **settings})
+        traits = Traits(cut=matrices_of, operator=("root",))
+        super().__init__(
+            params, lr, traits, **{"momentum": 0.9, "every": 3, "max_dim": 8, **settings}
+        )
 
     def init_state(self, batch: Batch, group: Mapping[str, Any]) -> dict[str, Tensor]:
         eyes = batch.eyes(batch.shape[0])
@@ -39,7 +41,9 @@ class Whitening(isokron.Preconditioned):
     def observe(self, grad: Tensor, state: dict[str, Tensor], group: Mapping[str, Any]) -> None:
         state["cov"].mul_(0.9).add_(grad @ grad.mT, alpha=0.1)
 
-    def refresh(self, state: dict[str, Tensor], group: Mapping[str, Any]) -> dict[str, Tensor]:
+    def refresh(
+        self, state: dict[str, Tensor], group: Mapping[str, Any], first: bool
+    ) -> dict[str, Tensor]:
         values, basis = torch.linalg.eigh(state["cov"])
         scaled = basis * (values.clamp(min=0) + 1e-6).rsqrt().unsqueeze(-2)
         return {"root": scaled @ basis.mT}
@@ -50,6 +54,16 @@ class Whitening(isokron.Preconditioned):
         return state["root"] @ moment
 
 
+def build(optimizer: Callable[..., Any], params: Any, **settings: Any) -> Any:
+    """An optimizer with any settings: those that its constructor does not take are group keys."""
+    parameters = inspect.signature(optimizer).parameters
+    anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    keywords = {key: settings.pop(key) for key in list(settings) if anything or key in parameters}
+    params = list(params)
+    groups = params if params and isinstance(params[0], dict) else [{"params": params}]
+    return optimizer([{**settings, **group} for group in groups], **keywords)
+
+
 @dataclass(frozen=True)
 class Case:
     name: str
@@ -58,7 +72,7 @@ class Case:
     compiles: bool = True  # `direction` is promised to compile as one graph
 
     def make(self, params: Any, **settings: Any) -> isokron.Preconditioned:
-        return self.optimizer(params, **{**self.settings, **settings})
+        return build(self.optimizer, params, **{**self.settings, **settings})
 
 
 CASES = [
@@ -72,20 +86,20 @@ CASES = [
     Case(
         "shampoo-eigen",
         isokron.Shampoo,
-        {"lr": 1e-2, "every": 2, "form": "eigen", "max_dim": 8, "beta3": 0.5, "damping": 1e-3},
+        {"lr": 1e-2, "every": 2, "form": "eigen", "max_dim": 8, "damping": 1e-3},
     ),
     Case("shampoo-kl", isokron.Shampoo, {"lr": 1e-2, "statistic": "kl", "every": 4, "start": 2}),
     Case(
         "shampoo-staggered",
         isokron.Shampoo,
-        {"lr": 1e-2, "every": 4, "stagger": True, "graft_by": "parameter", "max_dim": 8},
+        {"lr": 1e-2, "every": 4, "refresh": "staggered", "max_dim": 8},
         compiles=False,  # too many shapes for one compiled function
     ),
     Case("soap", isokron.SOAP, {"lr": 1e-2, "every": 3}, compiles=False),
     Case(
         "soap-delayed",
         isokron.SOAP,
-        {"lr": 1e-2, "every": 4, "delay": 2, "vectors": True, "oversize": "identity", "max_dim": 8},
+        {"lr": 1e-2, "every": 4, "refresh": 2, "vectors": True, "max_dim": 8},
         compiles=False,
     ),
     Case(
@@ -98,7 +112,7 @@ CASES = [
     Case(
         "katie-symmetric",
         isokron.Katie,
-        {"lr": 1e-2, "every": 4, "form": "symmetric", "stagger": True, "delay": 1, "max_dim": 8},
+        {"lr": 1e-2, "every": 4, "form": "symmetric", "refresh": "staggered", "max_dim": 8},
     ),
     Case("quad", isokron.Quad, {"lr": 3e-2}, compiles=False),  # too many shapes, vectors included
     Case(
@@ -109,9 +123,9 @@ CASES = [
     ),
     Case("skew", isokron.Skew, {"lr": 3e-2, "vectors": False}),
     Case(
-        "skew-turns",
+        "skew-delayed",
         isokron.Skew,
-        {"lr": 3e-2, "every": 4, "stagger": True, "delay": 1, "block_size": 8, "normalize": True},
+        {"lr": 3e-2, "every": 4, "refresh": 1, "block_size": 8, "normalize": True},
         compiles=False,
     ),
     Case("spectral", isokron.Shampoo, {"lr": 1e-2, "route": "spectral"}),

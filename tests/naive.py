@@ -64,9 +64,8 @@ def assert_follows(
     names = ("always", "sometimes")
     starts = [torch.randn(grads.shape[1:], dtype=torch.float64) for _ in names]
     params = [nn.Parameter(start.clone()) for start in starts]
-    stepping = optimizer(
-        params, lr=lr, weight_decay=decay, vectors=True, **{"max_dim": 6, **settings}
-    )
+    group = {"params": params, "vectors": True, "max_dim": 6, **settings}
+    stepping = optimizer([group], lr=lr, weight_decay=decay)
     seen: list[list[Tensor]] = [[], []]
     for t, grad in enumerate(grads):
         params[0].grad, params[1].grad = grad, grad.flip(0) if t % 3 else None

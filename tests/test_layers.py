@@ -31,7 +31,6 @@ ALLOWED = {
         "report",
     },
     "race": {"optim", "tasks", "report"},
-    "planning": {"distributed", "optim", "tasks"},
     "cli": {
         "kernels",
         "curvature",
@@ -39,7 +38,6 @@ ALLOWED = {
         "optim",
         "tasks",
         "report",
-        "planning",
         "race",
         "attribution",
     },

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
         ShardedAdamW,
         SignDescent,
         Skew,
-        describe,
-        param_groups,
+        Traits,
     )
+    from isokron.optim.param_groups import describe, param_groups
     from isokron.tasks import Task
 
 _HOMES = {
@@ -53,6 +53,7 @@ _HOMES = {
     "ShardedAdamW": "isokron.optim",
     "SignDescent": "isokron.optim",
     "Skew": "isokron.optim",
+    "Traits": "isokron.optim",
     "describe": "isokron.optim",
     "param_groups": "isokron.optim",
     "Task": "isokron.tasks",
@@ -85,6 +86,7 @@ __all__ = [
     "SignDescent",
     "Skew",
     "Task",
+    "Traits",
     "__version__",
     "attribution",
     "curvature",

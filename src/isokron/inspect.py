@@ -25,7 +25,7 @@ from isokron.tasks import Batch, Task
 from isokron.training import Progress, silent
 
 LayerFacts = SimpleNamespace  # the numbers of one layer: see `layer_facts`
-POLICIES = ("none", "all", "hybrid", "auto")
+POLICIES = ("dense", "all", "hybrid", "auto")
 FLOAT = 4  # bytes of a number
 POINTS = 200  # points of a spectrum, geometrically spaced
 RECORDS, PAGE = "inspect.json", "index.html"
@@ -391,10 +391,12 @@ def memory_by_examples(result: Inspection) -> Plot:
     layers, most = result.layers, max(1e4, 4.0 * result.settings["examples"])
     counts = sorted({round(most ** (k / 60)) for k in range(61)})
     lines = []
-    for policy, colour in (("none", 0), ("all", 2), ("auto", 1)):
+    for policy, colour in (("dense", 0), ("all", 2), ("auto", 1)):
         sizes = [sum(output_bytes(vars(f), n * f.places, policy) for f in layers) for n in counts]
         points = [(n, size / 2**20) for n, size in zip(counts, sizes, strict=True) if size]
         lines.append(Line(policy, colour, points))
-    text = "Memory of all output sides as covariances (none), gradients (all), or by choice (auto)."
+    text = (
+        "Memory of all output sides as covariances (dense), gradients (all), or by choice (auto)."
+    )
     labels = ("memory", "Output sides by number of examples", text, "examples", "MiB")
     return Plot(*labels, lines, **LOG)

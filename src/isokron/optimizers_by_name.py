@@ -1,4 +1,4 @@
-"""Optimizers by name: isokron's own, or any `module:name`, with options in parentheses."""
+"""Optimizers by name: those of isokron, or any `module:name`, with options in parentheses."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import isokron
+from isokron.optim.settings import GROUP_KEYS
 from isokron.tasks.catalog import load_object
 
 YARDSTICK = "adamw"  # takes part in every race
@@ -86,14 +87,23 @@ def resolve(spec: str) -> Entrant:
     takes_model = next(iter(parameters), "") == "model"
 
     def build(model: nn.Module, lr: float, **changes: Any) -> Optimizer:
-        params = isokron.param_groups(model) if built_in else model.parameters()
-        return factory(model if takes_model else params, lr=lr, **options | changes)
+        keywords = options | changes
+        if takes_model or not built_in:
+            return factory(model if takes_model else model.parameters(), lr=lr, **keywords)
+        # settings that the constructor does not take are those of parameter groups
+        only_groups = GROUP_KEYS - parameters.keys()
+        settings = {key: keywords.pop(key) for key in options if key in only_groups}
+        return factory(isokron.param_groups(model, **settings), lr=lr, **keywords)
 
     try:
         if built_in:
             # the constructor checks the values, and the options that the signature hands on;
-            # patterns of layers are meant for the task's model
-            build(nn.Linear(2, 2), lrs[0], **({"layers": None} if takes_model else {}))
+            # names of layers are meant for the task's model
+            named = isinstance(options.get("policy"), dict)
+            changes = {"layers": None, **({"policy": "dense"} if named else {})}
+            build(nn.Linear(2, 2), lrs[0], **(changes if takes_model else {}))
+            if options.get("fisher", "empirical") != "empirical":
+                raise ValueError("a race makes one backward pass a step; use fisher='empirical'")
         else:
             inspect.signature(factory).bind(None, lr=0.0, **options)
     except TypeError as error:

@@ -172,7 +172,7 @@ def test_captures_nest() -> None:
         with capture(model, "encoder.*") as inner:
             loss = CROSS_ENTROPY(model, tokens()[0])[0].sum()
             torch.autograd.grad(loss, [*model.parameters()])
-        assert functional.linear is not plain
+        assert functional.linear is plain  # replaced only while attention runs
         seen = len(outer)
         loss = CROSS_ENTROPY(model, tokens()[0])[0].sum()
         torch.autograd.grad(loss, [*model.parameters()])

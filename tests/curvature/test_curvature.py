@@ -316,3 +316,37 @@ def test_what_cannot_be_inverted_is_refused_by_name() -> None:
         curvature.inverse(-1.0)
     with pytest.raises(ValueError, match="damping must be a finite number of at least 0, got inf"):
         curvature.damped_inverse(float("inf"))
+
+
+@pytest.mark.parametrize("method", ["kfac", "tkfac", "ekfac"])
+@pytest.mark.parametrize("by_sides", [True, False])
+def test_inverses_with_a_bounded_condition_number_are_the_dense_ones(
+    method: str, by_sides: bool
+) -> None:
+    model, batches = problem()
+    curvature = fit(model, batches, LOSS, method, dtype=torch.float64)
+    inverse = (
+        curvature.damped_inverse(1e-3, relative=False, max_condition=50.0)
+        if by_sides
+        else curvature.inverse(1e-3, max_condition=50.0)
+    )
+    report = {record["layer"]: record for record in inverse.report(spectra=False)}
+    for name, operator in curvature.items():
+        split = by_sides and method != "ekfac"
+        if split:
+            sides = [factor.to_dense()[0] for factor in operator.factors]
+            added = side_damping(operator, 1e-3, relative=False)
+            sides = [
+                s + float(x) * torch.eye(len(s)).double() for s, x in zip(sides, added, strict=True)
+            ]
+            dense = torch.kron(*sides)
+        else:
+            dense = operator.to_dense()[0]
+            dense = dense + 1e-3 * torch.eye(len(dense)).double()
+        values, basis = torch.linalg.eigh(dense)
+        floor = values.max() / 50
+        clipped = (values < floor).double().mean()
+        wanted = basis @ torch.diag(1 / values.clamp_min(floor)) @ basis.mT
+        torch.testing.assert_close(inverse[name].to_dense()[0], wanted, rtol=1e-7, atol=1e-9)
+        assert report[name]["clipped"] == pytest.approx(float(clipped))
+        assert report[name]["condition_after"] <= 50 * (1 + 1e-9)

@@ -36,7 +36,7 @@ def fitted(device, method, fisher, policy):
     return fit(model.to(device), data, CrossEntropy(), method, **options)
 
 
-fishers, policies = ("empirical", "sampled", "exact"), ("none", {"head": "all"})
+fishers, policies = ("empirical", "sampled", "exact"), ("dense", {"head": "all"})
 for how in itertools.product(("kfac", "ekfac", "shampoo"), fishers, policies):
     right, found = fitted("cpu", *how).damped_inverse(), fitted("npu", *how)
     found.save(sys.argv[2])

@@ -149,5 +149,5 @@ def test_policies_that_are_not_right_are_errors(options: dict[str, object], mess
 
 
 def test_ekfac_needs_whole_output_sides() -> None:
-    with pytest.raises(ValueError, match=r"policy='all'.*use policy='none', or method='kfac'"):
+    with pytest.raises(ValueError, match=r"policy='all'.*use policy='dense', or method='kfac'"):
         fitted("ekfac", policy="all")

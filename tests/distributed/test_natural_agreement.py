@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 import isokron
-from isokron.distributed.world import process_count
-from isokron.optim import layers
-from isokron.optim.natural import NaturalGradient
+from isokron.curvature import running_fisher
+from isokron.distributed.process_group import process_count
+from isokron.optim import natural_gradient
+from isokron.optim.natural_gradient import NaturalGradient
 from processes import run
 
 SETTINGS: dict[str, Any] = {"lr": 0.1, "damping": 1e-2, "reduction": "global_mean"}
@@ -27,9 +28,9 @@ def net(width: int = 6) -> nn.Sequential:
 
 
 def made(**settings: Any) -> tuple[nn.Sequential, NaturalGradient]:
-    model, reduce = net(settings.pop("width", 6)), settings.pop("reduce", "auto")
+    model = net(settings.pop("width", 6))
     optimizer = NaturalGradient(model, **{**SETTINGS, **settings})
-    optimizer.distribute(reduce=reduce, timeout=20)
+    optimizer.distribute(timeout=20)
     return model, optimizer
 
 
@@ -70,7 +71,6 @@ def differing(what: str) -> str:
     model, optimizer = made(
         damping=0.5 if odd and what == "setting" else 1e-2,
         layers="0" if odd and what == "layers" else None,
-        reduce="gather" if odd and what == "reduce" else "covariance",
     )
     for step in range(2):  # in the second, ranks already know each other
         optimizer.zero_grad()
@@ -96,14 +96,13 @@ def differing(what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("setting", 'settings must be .*"damping": "0.01".* against .*"damping": "0.5"'),
-        ("later setting", 'settings must be .*"lr": "0.1".* against .*"lr": "0.2"'),
-        ("layers", "layers must be the same on all 2 ranks, but rank 0 has .* on rank 1"),
-        ("reduce", 'reduce must be .* "covariance" against "gather" on rank 1'),
-        ("passes", 'what layers have shown since the last step must be .*{"0": .* against {}'),
+        ("setting", 'step with must be .*"damping": "0.01".* against .*"damping": "0.5"'),
+        ("later setting", 'step with must be .*"lr": "0.1".* against .*"lr": "0.2"'),
+        ("layers", "step with must be the same on all 2 ranks, but rank 0 has .* on rank 1"),
+        ("passes", 'step with must be .*"observed layers": ."0".* against .*"observed layers": ..'),
         ("gradients", "gradients must be the same on all ranks.*DistributedDataParallel"),
-        ("missing", "parameters with a gradient must be the same"),
-        ("all missing", "what layers have shown since the last step must be the same"),
+        ("missing", "parameters with a gradient.*0.weight.* against .*0.bias"),
+        ("all missing", '"observed layers": ."0".* against .*"observed layers": ..'),
         ("nothing", ""),
     ],
 )
@@ -113,9 +112,9 @@ def test_ranks_that_differ_are_told_how(what: str, message: str) -> None:
         assert re.search(message, text), text
 
 
-def spoiled(mode: str, where: str, reduce: str) -> tuple[str, int, bool]:
+def spoiled(mode: str, where: str, policy: str) -> tuple[str, int, bool]:
     """A rank's NaN, in its gradient or in what its layers see, is everybody's."""
-    model, optimizer = made(nonfinite=mode, reduce=reduce, width=8)
+    model, optimizer = made(nonfinite=mode, policy=policy, width=8)
     backward(model)
     optimizer.step()
     before, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
@@ -125,8 +124,8 @@ def spoiled(mode: str, where: str, reduce: str) -> tuple[str, int, bool]:
         if where == "gradient":
             model[0].weight.grad[0, 0] = torch.nan
         else:
-            seen = optimizer._layers.recorder.sums["0"]
-            (seen.rows["output"][0] if seen.rows else seen["output"])[0, 0, 0] = torch.nan
+            outputs = model[0](torch.ones(1, 4).double())
+            torch.autograd.grad(outputs, [outputs], torch.full_like(outputs, torch.nan))
     text = failure(optimizer.step)
     same = all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     after = optimizer.state_dict()["state"]
@@ -139,19 +138,19 @@ def spoiled(mode: str, where: str, reduce: str) -> tuple[str, int, bool]:
 
 
 @pytest.mark.parametrize("where", ["gradient", "statistics"])
-@pytest.mark.parametrize("reduce", ["covariance", "gram"])
-def test_what_is_not_finite_on_one_rank_stops_all(where: str, reduce: str) -> None:
-    for text, skipped, same in run(2, spoiled, "skip", where, reduce):
+@pytest.mark.parametrize("policy", ["dense", "all"])
+def test_what_is_not_finite_on_one_rank_stops_all(where: str, policy: str) -> None:
+    for text, skipped, same in run(2, spoiled, "skip", where, policy):
         assert (text, skipped, same) == ("", 1, True)
-    first, second = run(2, spoiled, "raise", where, reduce)
-    assert "rank 1 cannot step, its error says why; nothing was changed" in first[0]
+    first, second = run(2, spoiled, "raise", where, policy)
+    assert "rank 1 of 2 failed in NaturalGradient.step" in first[0]
     assert second[0].startswith("FloatingPointError")
     assert first[2] is second[2] is True
 
 
 def adapted() -> list[float]:
     """Damping after each of some steps, and the parameters."""
-    model, optimizer = made(adapt_damping=True, kl_clip=None, lr=2.0)
+    model, optimizer = made(adapt_damping=True, kl_clip=None, lr=1.5)
     found = []
     for step in range(6):
 
@@ -176,37 +175,27 @@ def test_damping_is_adapted_alike() -> None:
     torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(alone), rtol=1e-6, atol=1e-9)
 
 
-def worked() -> tuple[list[int], int]:
-    """Sizes of the matrices that this rank has decomposed, and how often results travel."""
-    done: list[int] = []
-    plain = layers.decomposed
+def worked() -> list[int]:
+    """Sizes of the matrices that this rank has decomposed."""
+    sizes: list[int] = []
+    plain = running_fisher.eigh
 
-    def decomposed(matrix: Tensor) -> tuple[Tensor, Tensor]:
-        done.append(matrix.size(-1))
-        return plain(matrix)
+    def eigh(matrix: Tensor, retries: Any) -> tuple[Tensor, Tensor]:
+        sizes.append(matrix.size(-1))
+        return plain(matrix, retries)
 
-    model, optimizer = made(width=20, reduce="covariance")
-    ranks = optimizer.ranks
-    gathers = []
-    gather = type(ranks).all_gather
-
-    def all_gather(self: Any, x: Tensor) -> Any:
-        gathers.append(x.dtype)
-        return gather(self, x)
-
+    model, optimizer = made(width=20)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layers, "decomposed", decomposed)
-        patch.setattr(type(ranks), "all_gather", all_gather)
+        patch.setattr(running_fisher, "eigh", eigh)
         backward(model)
         optimizer.step()
-    return done, gathers.count(torch.uint8)
+    return sizes
 
 
 def test_each_decomposition_is_the_work_of_one_rank() -> None:
-    found = run(2, worked)
-    assert sorted(found[0][0] + found[1][0]) == [3, 5, 20, 21]
-    assert found[0][0] == [21]
-    assert [gathers for _, gathers in found] == [1, 1]
+    first, second = run(2, worked)
+    assert sorted(first + second) == [3, 5, 20, 21]
+    assert first == [21]
 
 
 def silent() -> list[str]:
@@ -230,17 +219,6 @@ def test_wrong_ranks_are_explained() -> None:
     optimizer = isokron.NaturalGradient(net())
     with pytest.raises(RuntimeError, match="init_process_group"):
         optimizer.distribute()
-    with pytest.raises(ValueError, match="reduce must be one of 'auto', 'covariance'"):
-        optimizer.distribute(reduce="sum")
-
-
-def refused() -> str:
-    return failure(lambda: made(method="ekfac", reduce="gram"))
-
-
-def test_a_gram_matrix_has_no_basis_for_ekfac() -> None:
-    for text in run(2, refused):
-        assert 'use method="kfac", or reduce="auto"' in text
 
 
 def failing() -> tuple[int, list[bool], str]:
@@ -248,21 +226,21 @@ def failing() -> tuple[int, list[bool], str]:
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
-    layers.logger.addHandler(handler)
+    natural_gradient.logger.addHandler(handler)
     patch = pytest.MonkeyPatch()
     model, optimizer = made(every=1)
     backward(model)
     optimizer.step()
     before = [optimizer.state[model[i].weight]["basis.output"].clone() for i in (0, 2)]
-    plain = layers.decomposed
+    plain = running_fisher.eigh
     if dist.get_rank() == 0:  # who has the largest of all, the input side of the last layer
-        patch.setattr(layers, "decomposed", lambda matrix: plain(matrix * torch.nan))
+        patch.setattr(running_fisher, "eigh", lambda matrix, _: plain(matrix * torch.nan))
     optimizer.zero_grad()
     backward(model, 1)
     optimizer.step()
     patch.undo()
     failed = optimizer.failed_refreshes
-    layers.logger.removeHandler(handler)
+    natural_gradient.logger.removeHandler(handler)
     after = [optimizer.state[model[i].weight]["basis.output"] for i in (0, 2)]
     return failed, list(map(torch.equal, before, after)), " ".join(records)
 

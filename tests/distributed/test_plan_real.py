@@ -1,15 +1,16 @@
-"""What a plan foresees is what ranks have and send, to the byte: every optimizer, every layout."""
+"""Ranks keep and send what was planned, to the byte: every optimizer, every layout."""
 
 from typing import Any
 
 import pytest
 import torch
 from test_ownership import chosen
-from torch import Tensor, nn
+from torch import nn
 
 import isokron
 from cases import CASES, Case
-from isokron.planning import load_of, make_layout
+from isokron.distributed import local
+from isokron.plan import RankLayout, plan, state_bytes
 from processes import mesh, run
 
 # rows that do not divide, fewer rows than ranks, several blocks, half precision, no dimension
@@ -78,52 +79,45 @@ def measured(numbers: list[int], kind: str, shard: int | None) -> list[Counts]:
                 param.grad = torch.full_like(param, 0.1 + 0.01 * i + 0.1 * step)
             optimizer.step()
             sent.append(traffic(optimizer))
-        counts.append((state_bytes(optimizer), sent[1], sent[2] - sent[1]))
+        counts.append((local_state(optimizer), sent[1], sent[2] - sent[1]))
     return counts
 
 
 def traffic(optimizer: isokron.Preconditioned) -> int:
-    sharing = optimizer._sharing
-    parties = {*([sharing.ranks] if sharing.ranks else []), *sharing.groups.values()}
-    return sum(ranks.traffic.sent for ranks in (*parties, *sharing.controls.values()))
+    agreement = optimizer._agreement
+    parties = {*([agreement.ranks] if agreement.ranks else []), *agreement._ranks_by_group.values()}
+    return sum(ranks.traffic.sent for ranks in (*parties, *agreement._controls.values()))
 
 
-def state_bytes(optimizer: isokron.Preconditioned) -> int:
-    """Of all tensors that are here in `optimizer.state`, counters aside."""
-    from torch.distributed.tensor import DTensor
-
-    def here(value: Tensor) -> Tensor:
-        return value.to_local() if isinstance(value, DTensor) else value
-
-    entries = [entry.items() for entry in optimizer.state.values()]
-    values = [here(value) for items in entries for key, value in items if key != "step"]
-    return sum(value.numel() * value.element_size() for value in values)
+def local_state(optimizer: isokron.Preconditioned) -> int:
+    """Bytes of what this rank has in `optimizer.state`, but for step counters."""
+    entries = optimizer.state.values()
+    return sum(state_bytes({k: local(v) for k, v in entry.items()}) for entry in entries)
 
 
-def foreseen(case: Case, ranks: int, kind: str, shard: int | None) -> list[tuple[int, int]]:
-    """By rank, of those that share the work."""
-    load = load_of(case.make(grouped(parameters("meta"))), make_layout(kind, ranks, shard))
-    return list(zip(load.state.tolist(), load.sent.tolist(), strict=True))
+def planned(case: Case, *layout: Any) -> list[tuple[int, int]]:
+    """State and traffic of the ranks that share one copy of the state."""
+    costs = plan(case.make(grouped(parameters("meta"))), RankLayout(*layout))
+    return list(zip(costs.state.tolist(), costs.sent.tolist(), strict=True))
 
 
 @pytest.mark.parametrize(
     ("ranks", "kind", "shard"),
     [(2, "ddp", None), (4, "ddp", None), (2, "fsdp", None), (4, "fsdp", None), (4, "hsdp", 2)],
 )
-def test_ranks_keep_and_send_what_was_foreseen(ranks: int, kind: str, shard: int | None) -> None:
+def test_ranks_keep_and_send_what_was_planned(ranks: int, kind: str, shard: int | None) -> None:
     numbers = chosen(ranks)
-    found = run(ranks, measured, numbers, kind, shard)
-    for number, *counts in zip(numbers, *found, strict=True):
-        planned = foreseen(CASES[number], ranks, kind, shard)
-        for rank, each in enumerate(counts):
-            state, sent = planned[rank % len(planned)]
-            assert each == (state, sent, sent), f"{CASES[number].name}, rank {rank}"
+    for number, *counts in zip(numbers, *run(ranks, measured, numbers, kind, shard), strict=True):
+        expected = planned(CASES[number], kind, ranks, shard)
+        for rank, measured_counts in enumerate(counts):
+            state, sent = expected[rank % len(expected)]
+            assert measured_counts == (state, sent, sent), f"{CASES[number].name}, rank {rank}"
 
 
 def test_state_is_divided_and_not_copied() -> None:
     case = next(case for case in CASES if case.name == "shampoo-eigen")
-    whole = foreseen(case, 1, "ddp", None)[0][0]
-    parts = [state for state, _ in foreseen(case, 4, "ddp", None)]
+    total = planned(case, "ddp", 1)[0][0]
+    parts = [state for state, _ in planned(case, "ddp", 4)]
     scalar = 3 * 2 * 4  # AdamW's two moments of the scalar, on three more ranks
-    assert sum(parts) == whole + scalar
-    assert max(parts) < 0.5 * whole
+    assert sum(parts) == total + scalar
+    assert max(parts) < 0.5 * total

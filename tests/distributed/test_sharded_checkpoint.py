@@ -1,8 +1,7 @@
-"""State that is on several ranks is saved whole, and goes on with other numbers of ranks."""
+"""Sharded AdamW's checkpoints: other numbers of ranks, other modes, and one process."""
 
 import copy
 import io
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,20 @@ from torch.distributed.checkpoint.state_dict import (
 
 import isokron
 from given_gradients import UGLY, Model, differing, gradients
-from isokron.distributed.partial import full_state_dict
-from isokron.optim.sharded import ShardedAdamW
 from processes import run
 
 STEPS = 6
-SETTINGS: dict[str, Any] = {"lr": 1e-2, "bucket_bytes": 1 << 18, "amsgrad": True}
+KINDS = [kind for kind in UGLY if 0 not in kind[0]]  # parameters without elements have no state
+SETTINGS: dict[str, Any] = {"lr": 1e-2, "amsgrad": True}
+
+
+def make(mode: str, **settings: Any) -> tuple[Model, isokron.AdamW]:
+    """`mode`: how gradients are distributed; "" for a plain AdamW."""
+    model = Model(KINDS)
+    optimizer = isokron.AdamW(model.named_parameters(), **(SETTINGS | settings))
+    if mode:
+        optimizer.distribute(gradients=mode, bucket_bytes=1 << 18)
+    return model, optimizer
 
 
 def train(model: Model, optimizer: torch.optim.Optimizer, turns: range) -> None:
@@ -34,201 +41,154 @@ def train(model: Model, optimizer: torch.optim.Optimizer, turns: range) -> None:
         optimizer.step()
 
 
-def one_process() -> tuple[Model, isokron.AdamW]:
-    """Never interrupted."""
-    model = Model(UGLY)
-    optimizer = isokron.AdamW(model.parameters(), lr=1e-2, amsgrad=True)
-    for turn in range(STEPS):
-        for param, grad in zip(
-            model.parameters(), gradients(model, 0, turn, exact=True), strict=True
-        ):
-            param.grad = grad
-        optimizer.step()
+def uninterrupted(steps: int = STEPS) -> tuple[Model, isokron.AdamW]:
+    model, optimizer = make("")
+    train(model, optimizer, range(steps))
     return model, optimizer
 
 
-def save(folder: str, flatten: bool, turns: range, before: str | None = None) -> list[str]:
-    """Load what there is, train on, save; which parameters differ from one process's at the end."""
+def resume(mode: str, turns: range, folder: str, flatten: bool, before: str = "") -> list[str]:
+    """Load, train on, save; which parameters differ from those of an uninterrupted process."""
     options = StateDictOptions(flatten_optimizer_state_dict=flatten)
-    model = Model(UGLY)
-    optimizer = ShardedAdamW(model.parameters(), **SETTINGS)
-    untouched = Model(UGLY)
-    if before is not None:
-        optimizer.param_groups[0]["lr"] = 7.0  # the checkpoint knows better
+    model, optimizer = make(mode, lr=7.0 if before else 1e-2)
+    if before:
         state = get_optimizer_state_dict(model, optimizer, options=options)
-        assert differing(model, untouched) == []
-        both = {"model": model.state_dict(), "optimizer": state}
-        dcp.load(both, checkpoint_id=before)
-        model.load_state_dict(both["model"])
-        set_optimizer_state_dict(model, optimizer, both["optimizer"], options=options)
+        assert differing(model, Model(KINDS)) == []  # torch has taken a step of lr=0
+        saved = {"model": model.state_dict(), "optimizer": state}
+        dcp.load(saved, checkpoint_id=before)
+        model.load_state_dict(saved["model"])
+        set_optimizer_state_dict(model, optimizer, saved["optimizer"], options=options)
         assert optimizer.param_groups[0]["lr"] == 1e-2
     train(model, optimizer, turns)
     state = get_optimizer_state_dict(model, optimizer, options=options)
     dcp.save({"model": model.state_dict(), "optimizer": state}, checkpoint_id=folder)
-    return differing(model, one_process()[0])
+    return differing(model, uninterrupted(turns.stop)[0])
 
 
 @pytest.mark.parametrize("flatten", [False, True])
-def test_training_goes_on_with_other_numbers_of_ranks_to_the_bit(
+def test_training_goes_on_with_other_ranks_and_modes_to_the_bit(
     flatten: bool, tmp_path: Path
 ) -> None:
-    two, one, four = (str(tmp_path / name) for name in ("two", "one", "four"))
-    run(2, save, two, flatten, range(0, 2))
-    run(1, save, one, flatten, range(2, 4), two)
-    for wrong in run(4, save, four, flatten, range(4, STEPS), one):
-        assert wrong == []
+    stages = [(2, "sharded"), (4, "whole"), (3, "sharded"), (1, ""), (2, "sharded")]
+    before = ""
+    for stage, (ranks, mode) in enumerate(stages):
+        turns, folder = range(2 * stage, 2 * stage + 2), str(tmp_path / str(stage))
+        assert run(ranks, resume, mode, turns, folder, flatten, before) == [[]] * ranks
+        before = folder
 
 
 def full(path: str) -> None:
-    """The whole state is that of one process; it loads into AdamW, torch's AdamW and back."""
-    model = Model(UGLY)
-    optimizer = ShardedAdamW(model.parameters(), **SETTINGS)
+    model, optimizer = make("sharded")
     train(model, optimizer, range(STEPS))
-    whole = full_state_dict(optimizer)
-    twin, reference = one_process()
-    expected = reference.state_dict()
-    assert whole["state"].keys() == expected["state"].keys()
-    for i, entry in expected["state"].items():
+    whole = isokron.distributed.full_state_dict(optimizer)
+    twin, reference = uninterrupted()
+    for i, entry in reference.state_dict()["state"].items():
         assert whole["state"][i].keys() == entry.keys()
         assert all(torch.equal(whole["state"][i][key], value) for key, value in entry.items())
     last = dist.get_world_size() - 1
     alone = optimizer.full_state_dict(to_rank=last)
-    if dist.get_rank() != last:
-        assert alone == {}
-    else:
-        assert alone["param_groups"] == whole["param_groups"]
-        for i, entry in whole["state"].items():
-            assert all(torch.equal(alone["state"][i][key], value) for key, value in entry.items())
+    assert (alone == {}) == (dist.get_rank() != last)
     torch.save(whole, f"{path}.{dist.get_rank()}")
     loaded = torch.load(f"{path}.{dist.get_rank()}", weights_only=True)
 
-    theirs = torch.optim.AdamW(twin.parameters(), fused=True)
-    theirs.load_state_dict(loaded)
-    assert theirs.param_groups[0]["lr"] == 1e-2
-    again = isokron.AdamW(twin.parameters())
-    again.load_state_dict(loaded)
-    renewed = ShardedAdamW(model.parameters(), reduce="backward")
-    renewed.load_state_dict(again.state_dict())
-    assert renewed.param_groups[0].keys() == optimizer.param_groups[0].keys()
+    by_torch = torch.optim.AdamW(twin.parameters(), fused=True)
+    by_torch.load_state_dict(copy.deepcopy(loaded))
+    by_torch.param_groups[0]["fused"] = True  # which torch takes from the checkpoint
+    renewed = isokron.ShardedAdamW(model.parameters())
+    renewed.load_state_dict(by_torch.state_dict())
+    del optimizer
     train(model, renewed, range(9, 11))
-    for turn in range(9, 11):
-        for param, grad in zip(
-            twin.parameters(), gradients(twin, 0, turn, exact=True), strict=True
-        ):
-            param.grad = grad
-        again.step()
+    train(twin, by_torch, range(9, 11))
     assert differing(model, twin) == []
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_the_whole_state_is_that_of_one_process(ranks: int, tmp_path: Path) -> None:
+def test_the_full_state_is_that_of_one_process_and_of_torch(ranks: int, tmp_path: Path) -> None:
     run(ranks, full, str(tmp_path / "state"))
 
 
 def saved_by_itself() -> None:
-    model = Model(UGLY)
-    optimizer = ShardedAdamW(model.parameters())
+    model, optimizer = make("sharded")
     train(model, optimizer, range(2))
     state = optimizer.state_dict()
     by_name = get_optimizer_state_dict(model, optimizer)
-    for part in (state, {"optimizer": state}, state["state"][0], by_name, state.copy()):
+    for part in (state, {"optimizer": state}, state["state"][1], by_name, copy.copy(state)):
         with pytest.raises(TypeError, match="full_state_dict"):
             torch.save(part, io.BytesIO())
-    for each in (optimizer, copy.copy(state)):
-        with pytest.raises(TypeError, match="full_state_dict"):
-            pickle.dumps(each)
-    # kept in memory it is as good as any
-    kept, before = copy.deepcopy(state), copy.deepcopy(model)
+    with pytest.raises(RuntimeError, match="full_state_dict"):
+        copy.deepcopy(optimizer)
+    # a copy in memory is complete for this rank
+    memory, weights = copy.deepcopy(state), copy.deepcopy(model.state_dict())
     train(model, optimizer, range(2, 4))
-    after = copy.deepcopy(model)
-    model.load_state_dict(before.state_dict())
-    optimizer.load_state_dict(kept)
+    after = copy.deepcopy(model.state_dict())
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(memory)
     train(model, optimizer, range(2, 4))
-    assert differing(model, after) == []
+    assert all(torch.equal(value, after[key]) for key, value in model.state_dict().items())
 
 
-def test_a_part_is_not_saved_as_if_it_were_all() -> None:
+def test_one_ranks_part_is_not_saved_as_the_whole() -> None:
     run(2, saved_by_itself)
 
 
 def foreign() -> list[str]:
-    model, twin, texts = Model(UGLY), Model(UGLY), []
-    optimizer = ShardedAdamW(list(model.named_parameters()))
+    model, optimizer = make("sharded", amsgrad=False)
     train(model, optimizer, range(2))
+    twin, texts = Model(KINDS), []
     sgd = torch.optim.SGD(twin.parameters(), momentum=0.9)
-    ams = torch.optim.AdamW(twin.parameters(), amsgrad=True)
-    for other in (sgd, ams):
-        for param, grad in zip(twin.parameters(), gradients(twin, 0, 0), strict=True):
-            param.grad = grad
-        other.step()
-    wrong = optimizer.full_state_dict()
-    wrong["state"][4]["exp_avg"] = torch.zeros(3, 127)
-    ams_state = {**ams.state_dict(), "param_groups": optimizer.state_dict()["param_groups"]}
-    pieces = optimizer.state_dict()
-    key = next(k for k in pieces["state"][6] if k.startswith("exp_avg."))
-    del pieces["state"][6][key]
+    train(twin, sgd, range(1))
+    misshapen, part = optimizer.full_state_dict(), optimizer.full_state_dict()
+    misshapen["state"][3]["exp_avg"] = torch.zeros(3, 127)
+    del part["state"][6]["exp_avg"]
     few = {"state": {}, "param_groups": [{"params": [0, 1]}]}
-    kept = copy.deepcopy(optimizer.state_dict())
-    for bad in (sgd.state_dict(), ams_state, wrong, pieces, few):
+    before = optimizer.full_state_dict()["state"]
+    for wrong in (sgd.state_dict(), misshapen, part, few):
         with pytest.raises(ValueError) as caught:  # noqa: PT011
-            optimizer.load_state_dict(bad)
+            optimizer.load_state_dict(wrong)
         texts.append(str(caught.value))
-    still = optimizer.state_dict()["state"]
-    for i, entry in kept["state"].items():
-        assert all(torch.equal(still[i][name], value) for name, value in entry.items())
-    texts[3] = texts[3].replace(key, "KEY")
+    after = optimizer.full_state_dict()["state"]
+    for i, entry in before.items():
+        assert all(torch.equal(after[i][key], value) for key, value in entry.items())
     return texts
 
 
-def test_a_foreign_checkpoint_is_refused_by_its_first_differing_key() -> None:
-    for sgd, ams, wrong, pieces, few in run(2, foreign):
-        assert "state of parameter 'p0': " in sgd
-        assert "'momentum_buffer' is not part" in sgd or "is missing from" in sgd
-        assert "'max_exp_avg_sq' is not part of this state" in ams
-        assert "'p4': 'exp_avg' has shape (3, 127) in the checkpoint and (127, 3) here" in wrong
-        assert "'p6': 'KEY' is missing from the checkpoint" in pieces
+def test_a_foreign_checkpoint_is_refused_by_name_and_changes_nothing() -> None:
+    for sgd, misshapen, part, few in run(2, foreign):
+        assert "parameter 'p0': 'exp_avg' is missing from the checkpoint" in sgd
+        assert "'p3': 'exp_avg' has shape (3, 127) in the state and (127, 3) here" in misshapen
+        assert "'p6': 'exp_avg' is missing from the checkpoint" in part
         assert "groups of [2] parameters" in few
 
 
-def frozen(folder: str) -> list[str]:
-    """Frozen parameters have no state, and keep none in a checkpoint."""
-    model = Model(UGLY)
+def frozen(folder: str) -> None:
+    model = Model(KINDS)
     for param in model.all()[5:8]:
         param.requires_grad_(False)
-    optimizer = ShardedAdamW(model.parameters())
-    model.backward(
-        [
-            g if p.requires_grad else None
-            for p, g in zip(model.all(), gradients(model, 0, 0), strict=True)
-        ]
-    )
+    optimizer = isokron.ShardedAdamW(model.parameters())
+    grads = gradients(model, 0, 0)
+    model.backward([None if 5 <= i < 8 else grad for i, grad in enumerate(grads)])
     optimizer.step()
-    assert all(param not in optimizer.state for param in model.all()[5:7])
     state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
     dcp.save(state, checkpoint_id=folder)
     dcp.load(state, checkpoint_id=folder)
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
-    assert all(param not in optimizer.state for param in model.all()[5:7])
-    assert not {5, 6, 7} & full_state_dict(optimizer)["state"].keys()
-    return []
+    assert not any(param in optimizer.state for param in model.all()[5:8])
+    assert not {5, 6, 7} & optimizer.full_state_dict()["state"].keys()
 
 
 def test_frozen_parameters_have_no_state(tmp_path: Path) -> None:
     run(2, frozen, str(tmp_path / "saved"))
 
 
-def full_by_torch() -> str:
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
-
-    model = torch.nn.Linear(3, 2)
-    optimizer = isokron.ShardedAdamW(model.parameters())
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    with pytest.raises(RuntimeError) as caught:
-        get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
-    return str(caught.value)
+def full_by_torch() -> None:
+    model, optimizer = make("sharded")
+    train(model, optimizer, range(2))
+    options = StateDictOptions(full_state_dict=True)
+    state = get_optimizer_state_dict(model, optimizer, options=options)["state"]
+    expected = get_optimizer_state_dict(*uninterrupted(2))["state"]
+    for name, entry in expected.items():
+        assert all(torch.equal(state[name][key], value) for key, value in entry.items())
 
 
-def test_a_full_state_that_would_be_a_part_is_refused() -> None:
-    for text in run(2, full_by_torch):
-        assert "would take one rank's part for the whole" in text
+def test_torchs_full_state_dict_is_that_of_one_process() -> None:
+    run(2, full_by_torch)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 import isokron
-from cases import CASES, Case
-from isokron.optim.whitening import fixed_numbers
+from cases import CASES, Case, build
+from isokron.optim.quad_skew import fixed_numbers
 from processes import mesh, outcomes, run
 from white_kron_naive import Naive
 
@@ -130,7 +130,7 @@ def normalized(kind: str) -> list[Tensor]:
         fully_shard(net)
     params = list(net.parameters())
     settings: dict[str, Any] = {"block_size": 16, "noise_scale": 0.0, "weight_decay": 0.0}
-    optimizer = isokron.Quad(params, lr=1.0, normalize=True, **settings)
+    optimizer = build(isokron.Quad, params, lr=1.0, normalize=True, **settings)
     if kind == "ddp":
         optimizer.distribute()
     with torch.no_grad():
@@ -180,7 +180,7 @@ def flattened(original: bool) -> tuple[list[str], float, float]:
             make(wrapped.parameters())
         except ValueError as error:
             said.append(str(error))
-    isokron.SOAP(wrapped.parameters(), route="adamw")  # as good as AdamW
+    build(isokron.SOAP, wrapped.parameters(), route="adamw")  # as good as AdamW
     data, losses = torch.randn(8, 6), []
     for module in (whole, wrapped):
         optimizer = isokron.AdamW(module.parameters(), lr=0.1)
@@ -271,7 +271,7 @@ def test_shards_of_equal_shapes_in_another_order_are_known_by_their_names() -> N
 def failing() -> tuple[str, bool]:
     """A refresh fails for the rank that owns the block, more often than is tolerated."""
     weight = nn.Parameter(torch.ones(4, 5))
-    optimizer = isokron.Katie([("weight", weight)], every=1, tolerated=0)
+    optimizer = build(isokron.Katie, [("weight", weight)], every=1, tolerated=0)
     optimizer.distribute()
     gradients = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(0))
     eigh, before = torch.linalg.eigh, weight.detach().clone()
@@ -315,7 +315,7 @@ def dying(folder: Path) -> None:
     net = model()
     fully_shard(net)
     optimizer = isokron.SOAP(isokron.param_groups(net), every=2)
-    optimizer._sharing.timeout = 20.0
+    optimizer._agreement.timeout = 20.0
     for step in range(6):
         own = batch(step).chunk(2)[dist.get_rank()]
         net(own).square().mean().backward()

@@ -42,7 +42,9 @@ def directions(
 ) -> list[dict[str, torch.Tensor]]:
     """What each step of torch takes off parameters, by lr 1 and without decay."""
     weights = {name: torch.nn.Parameter(torch.zeros_like(each[0])) for name, each in grads.items()}
-    optimizer = METHODS[kind](list(weights.values()), lr=1.0, weight_decay=0.0, **settings)
+    optimizer = METHODS[kind](
+        [{"params": list(weights.values()), **settings}], lr=1.0, weight_decay=0.0
+    )
     steps = []
     for t in range(STEPS):
         before = {name: weight.detach().clone() for name, weight in weights.items()}

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.optim._muon import _zeropower_via_newtonschulz
 
-from isokron.linalg import newton_schulz, quickest, symmetric
+from isokron.linalg import newton_schulz, products, quickest
 from isokron.polynomials import POLYNOMIALS, Coefficients, schedule
 
 CLASSIC = POLYNOMIALS["classic"][0]
@@ -33,7 +33,7 @@ def polar(matrix: torch.Tensor) -> torch.Tensor:
 def test_iteration_is_the_polynomial_of_the_singular_values(
     shape: tuple[int, ...], name: str, method: str, panel: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(symmetric, "MIN_PANEL", panel)  # so that small matrices have panels
+    monkeypatch.setattr(products, "MIN_PANEL", panel)  # so that small matrices have panels
     matrix = torch.randn(shape, dtype=torch.float64)
     for steps in (0, 1, 5, 9):
         expected = (

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from isokron.linalg import multiply
 from isokron.operators import (
     CholeskyInverse,
     Dense,
@@ -18,7 +19,6 @@ from isokron.operators import (
     KronEigen,
     LowRank,
     ScaledKron,
-    multiply,
 )
 
 Shape = tuple[int, ...]

@@ -1,7 +1,7 @@
 """Bit equality with torch's fused AdamW, and its checkpoints."""
 
 import copy
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -21,9 +21,29 @@ SETTINGS = [
 ]
 
 
-def pair(shapes: list[tuple[int, ...]], dtype: torch.dtype) -> tuple[list[nn.Parameter], ...]:
+Params = list[nn.Parameter]
+
+
+def pair(shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.float32) -> tuple[Params, ...]:
     values = [torch.randn(shape).to(dtype) for shape in shapes]
     return tuple([nn.Parameter(value.clone()) for value in values] for _ in range(2))
+
+
+def step_both(
+    mine: Params,
+    theirs: Params,
+    ours: torch.optim.Optimizer,
+    reference: torch.optim.Optimizer,
+    steps: int = 8,
+    absent: Callable[[int, int], bool] = lambda step, i: False,
+) -> None:
+    """Steps along the same random gradients; `absent`: in which step which parameter has none."""
+    for step in range(steps):
+        for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+            a.grad = None if absent(step, i) else torch.randn_like(a)
+            b.grad = None if a.grad is None else a.grad.clone()
+        ours.step()
+        reference.step()
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
@@ -32,87 +52,48 @@ def test_equal_to_torch_fused_bit_for_bit(settings: dict[str, object], dtype: to
     shapes: list[tuple[int, ...]] = [(n,) for n in range(1, 34)] + [(7, 9), (64, 33), (), (2, 3, 5)]
     mine, theirs = pair(shapes, dtype)
     ours = isokron.AdamW(mine, **settings)
-    reference = torch.optim.AdamW(theirs, fused=True, **settings)
-    for _ in range(8):
-        for a, b in zip(mine, theirs, strict=True):
-            a.grad = torch.randn(a.shape).to(dtype)
-            b.grad = a.grad.clone()
-        ours.step()
-        reference.step()
+    step_both(mine, theirs, ours, torch.optim.AdamW(theirs, fused=True, **settings))
     assert all(map(torch.equal, mine, theirs))
 
 
-def test_torchs_default_is_the_same_but_for_the_last_bits() -> None:
-    """A loop of operations rounds between them; the fused operator, and so ours, does not."""
-    mine, theirs = pair([(64, 33), (7,)], torch.float32)
-    ours, reference = isokron.AdamW(mine), torch.optim.AdamW(theirs)
-    for _ in range(8):
-        for a, b in zip(mine, theirs, strict=True):
-            a.grad = torch.randn(a.shape)
-            b.grad = a.grad.clone()
-        ours.step()
-        reference.step()
+def test_torchs_default_differs_by_rounding_only() -> None:
+    """A loop of operations rounds between them; the fused operator does not."""
+    mine, theirs = pair([(64, 33), (7,)])
+    step_both(mine, theirs, isokron.AdamW(mine), torch.optim.AdamW(theirs))
     for a, b in zip(mine, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def assert_same_steps(mine: Any, theirs: Any, ours: Any, reference: Any) -> None:
-    for _ in range(3):
-        for a, b in zip(mine, theirs, strict=True):
-            a.grad = torch.randn(a.shape)
-            b.grad = a.grad.clone()
-        ours.step()
-        reference.step()
-    assert all(map(torch.equal, mine, theirs))
-
-
-def test_torchs_calls_work_as_they_are() -> None:
-    """In torch's order, and with the switches that only choose an implementation."""
-    mine, theirs = pair([(7, 9), (5,)], torch.float32)
+def test_torchs_arguments_are_accepted_in_torchs_order() -> None:
+    mine, theirs = pair([(7, 9), (5,)])
     positional = (1e-2, (0.8, 0.95), 1e-6, 0.2, True)
     ours = isokron.AdamW(mine, *positional, fused=True, foreach=False, capturable=False)
-    reference = torch.optim.AdamW(theirs, *positional, fused=True)
-    assert_same_steps(mine, theirs, ours, reference)
-    assert isokron.AdamW(mine, foreach=True, fused=None).state_dict()["param_groups"]
+    step_both(mine, theirs, ours, torch.optim.AdamW(theirs, *positional, fused=True))
+    assert all(map(torch.equal, mine, theirs))
     for name in ("capturable", "differentiable"):
         with pytest.raises(ValueError, match=f"AdamW: {name} must be False, got {name}=True"):
             isokron.AdamW(mine, **{name: True})
 
 
 def test_equal_to_torch_where_gradients_come_and_go() -> None:
-    mine, theirs = pair([(5,), (6, 4), (3,)], torch.float32)
+    mine, theirs = pair([(5,), (6, 4), (3,)])
     ours, reference = isokron.AdamW(mine), torch.optim.AdamW(theirs, fused=True)
-    for step in range(9):
-        for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
-            a.grad = torch.randn(a.shape) if (step + i) % 3 else None
-            b.grad = a.grad
-        ours.step()
-        reference.step()
+    step_both(mine, theirs, ours, reference, 9, absent=lambda step, i: (step + i) % 3 == 0)
     assert all(map(torch.equal, mine, theirs))
+    assert [ours.state[p]["step"] for p in mine] == [reference.state[p]["step"] for p in theirs]
 
 
 def test_channels_last_is_equal_bit_for_bit() -> None:
     weight = torch.randn(6, 4, 3, 3).contiguous(memory_format=torch.channels_last)
-    a, b = nn.Parameter(weight.clone()), nn.Parameter(weight.clone())
-    ours, reference = isokron.AdamW([a]), torch.optim.AdamW([b], fused=True)
-    for _ in range(5):
-        a.grad = torch.randn_like(a)
-        b.grad = a.grad.clone()
-        ours.step()
-        reference.step()
-    assert torch.equal(a, b)
+    mine, theirs = [nn.Parameter(weight.clone())], [nn.Parameter(weight.clone())]
+    step_both(mine, theirs, isokron.AdamW(mine), torch.optim.AdamW(theirs, fused=True))
+    assert torch.equal(mine[0], theirs[0])
 
 
 def test_l2_decay_is_adam_with_weight_decay() -> None:
     mine, theirs = pair([(5,), (6, 4)], torch.float64)
     ours = isokron.AdamW(mine, decay="l2", weight_decay=0.3)
-    reference = torch.optim.Adam(theirs, weight_decay=0.3)
-    for _ in range(8):
-        for a, b in zip(mine, theirs, strict=True):
-            a.grad = torch.randn_like(a)
-            b.grad = a.grad.clone()
-        ours.step()
-        reference.step()
+    step_both(mine, theirs, ours, torch.optim.Adam(theirs, weight_decay=0.3))
     for a, b in zip(mine, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
@@ -153,42 +134,29 @@ def test_float32_moments_of_half_precision_parameters_are_by_option() -> None:
     assert ours.state[half]["exp_avg"].dtype is torch.float32
 
 
-def test_one_step_counter_serves_all_until_a_gradient_is_missing() -> None:
-    params, _ = pair([(3,), (4,)], torch.float32)
-    optimizer = isokron.AdamW(params)
-    for param in params:
-        param.grad = torch.ones_like(param)
-    optimizer.step()
-    assert optimizer.state[params[0]]["step"] is optimizer.state[params[1]]["step"]
-    params[0].grad = None
-    optimizer.step()
-    assert [optimizer.state[p]["step"].item() for p in params] == [1, 2]
-
-
 def test_parameters_that_join_late_count_their_own_steps() -> None:
-    mine, theirs = pair([(3,), (4,), (5,)], torch.float32)
+    mine, theirs = pair([(3,), (4,), (5,)])
+    for param in mine[1:]:
+        param.requires_grad_(False)
     ours, reference = isokron.AdamW(mine), torch.optim.AdamW(theirs, fused=True)
-    for step in range(6):
-        for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
-            frozen = i > 0 and step < 2
-            a.requires_grad_(not frozen)
-            a.grad = None if frozen else torch.randn(a.shape)
-            b.grad = a.grad
-        ours.step()
-        reference.step()
+    step_both(mine, theirs, ours, reference, 2, absent=lambda step, i: i > 0)
+    for param in mine[1:]:
+        param.requires_grad_(True)
+    step_both(mine, theirs, ours, reference, 4)
     assert [ours.state[p]["step"].item() for p in mine] == [6, 4, 4]
     assert all(map(torch.equal, mine, theirs))
 
 
 def test_a_checkpoint_with_state_for_some_parameters_counts_right() -> None:
-    mine, theirs = pair([(3,), (4,), (5,)], torch.float32)
+    mine, theirs = pair([(3,), (4,), (5,)])
     ours, reference = isokron.AdamW(mine), torch.optim.AdamW(theirs, fused=True)
     theirs[2].grad = torch.randn(5)
     reference.step()
     with torch.no_grad():
         mine[2].copy_(theirs[2])
     ours.load_state_dict(copy.deepcopy(reference.state_dict()))
-    assert_same_steps(mine, theirs, ours, reference)
+    step_both(mine, theirs, ours, reference)
+    assert all(map(torch.equal, mine, theirs))
 
 
 def test_a_layout_that_changes_during_training_is_followed() -> None:

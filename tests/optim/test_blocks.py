@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from isokron.block_layout import cut_blocks, merge_dims
-from isokron.optim.blocks import Row, tiles_of
+from isokron.optim.blocks import BatchRow, views_of
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_a_split_that_does_not_fit_is_named(settings: dict[str, object], message
 
 
 @pytest.mark.parametrize(
-    ("shape", "settings", "tiles"),
+    ("shape", "settings", "views"),
     [
         ((8, 12), {"max_dim": 4}, 1),
         ((10, 14), {"max_dim": 4}, 4),  # whole ones, those at either end, and the corner
@@ -94,20 +94,20 @@ def test_a_split_that_does_not_fit_is_named(settings: dict[str, object], message
     ],
 )
 def test_equal_blocks_are_read_and_written_as_few_tiles(
-    shape: tuple[int, ...], settings: dict[str, int], tiles: int
+    shape: tuple[int, ...], settings: dict[str, int], views: int
 ) -> None:
     param = torch.randn(shape)
-    rows: dict[tuple[int, ...], list[Row]] = {}
+    rows: dict[tuple[int, ...], list[BatchRow]] = {}
     for number, block in enumerate(cut_blocks(shape, **settings)):
-        rows.setdefault(block.shape, []).append(Row(param, block, number))
-    found = {block_shape: tiles_of(equal) for block_shape, equal in rows.items()}
-    assert sum(map(len, found.values())) == tiles
+        rows.setdefault(block.shape, []).append(BatchRow(param, block, number))
+    found = {block_shape: views_of(equal) for block_shape, equal in rows.items()}
+    assert sum(map(len, found.values())) == views
     for block_shape, several in found.items():
         expected = torch.stack([row.block.read(param) for row in rows[block_shape]])
-        assert [i for tile in several for i in tile.rows] == list(range(len(expected)))
-        assert torch.equal(torch.cat([tile.read(param) for tile in several]), expected)
-        for tile in several:
-            tile.cells(tile.block.view(param)).zero_()
+        assert [i for view in several for i in view.rows] == list(range(len(expected)))
+        assert torch.equal(torch.cat([view.read(param) for view in several]), expected)
+        for view in several:
+            view.split(view.block.view(param)).zero_()
     assert not param.any()
 
 
@@ -115,6 +115,6 @@ def test_equal_blocks_are_read_and_written_as_few_tiles(
 def test_rows_with_gaps_are_tiles_too(chosen: list[int]) -> None:
     param = torch.randn(12, 12)
     blocks = cut_blocks(param.shape, max_dim=3)
-    rows = [Row(param, blocks[i], i) for i in chosen]
-    read = torch.cat([tile.read(param) for tile in tiles_of(rows)])
+    rows = [BatchRow(param, blocks[i], i) for i in chosen]
+    read = torch.cat([view.read(param) for view in views_of(rows)])
     assert torch.equal(read, torch.stack([row.block.read(param) for row in rows]))

@@ -1,5 +1,7 @@
-"""The structured optimizers with no argument but a learning rate, on real data."""
+"""Signatures of the optimizers, and how they train with no argument but a learning rate."""
 
+import inspect
+import re
 from typing import Any
 
 import pytest
@@ -8,6 +10,42 @@ from torch import Tensor, nn
 
 import isokron
 from isokron import tasks
+
+METHODS = [isokron.SOAP, isokron.Shampoo, isokron.Katie, isokron.Muon, isokron.Quad, isokron.Skew]
+
+
+@pytest.mark.parametrize("method", [*METHODS, isokron.SignDescent])
+def test_constructors_have_few_keywords_and_document_each(method: Any) -> None:
+    parameters = inspect.signature(method).parameters.values()
+    assert not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    assert len(parameters) - 2 <= 14  # besides params and lr
+    text = inspect.getdoc(isokron.Quad if method is isokron.Skew else method) or ""
+    arguments = text[text.index("Args:") :].partition("\n\n")[0]
+    assert re.findall(r"^    (\w+): ", arguments, re.M) == [p.name for p in parameters]
+    only_groups = re.findall(r"^    (\w+): ", text.partition("Group settings")[2], re.M)
+    defaults = method([nn.Parameter(torch.zeros(2, 2))]).defaults
+    assert {*only_groups, *(p.name for p in parameters)} - {"params"} <= defaults.keys()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", ["route", "stacked", "split", "maximize", "state_dtype"])
+def test_a_keyword_that_only_groups_take_is_answered_with_where_to_put_it(
+    method: Any, name: str
+) -> None:
+    params = [nn.Parameter(torch.zeros(2, 2))]
+    advice = f"isokron.param_groups(model, {name}=…) or {{'params': …, {name!r}: …}}"
+    with pytest.raises(TypeError, match=f"{name!r}; put it into .*{re.escape(advice)}"):
+        method(params, **{name: 1})
+
+
+def test_groups_take_all_settings_but_those_of_other_optimizers() -> None:
+    weight = nn.Parameter(torch.zeros(2, 2))
+    group = {"params": [weight], "form": "eigen", "every": 3, "maximize": True, "mine": 1}
+    optimizer = isokron.Shampoo([group])
+    assert optimizer.param_groups[0]["form"] == "eigen"
+    assert optimizer.param_groups[0]["every"] == 3
+    with pytest.raises(ValueError, match=r"unknown key 'form' .* of another optimizer"):
+        isokron.SOAP([group])
 
 
 def mean_loss(name: str, make: Any, steps: int = 50) -> float:

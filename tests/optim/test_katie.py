@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import isokron
+from cases import build
 from naive import SHAPES, assert_follows, flat, folded, gradients, hat, power, times
 
 EVERY, START, BETAS, FACTOR_BETA, DAMPING, EPS = 3, 5, (0.9, 0.95), 0.8, 1e-2, 1e-6
@@ -107,7 +108,7 @@ def test_raw_factors_count_the_scale_twice() -> None:
     for scale in (1.0, 10.0):
         weight = nn.Parameter(torch.zeros(4, 5, dtype=torch.float64))
         settings = {**SETTINGS, "statistic": "raw", "damping": 1e-9, "every": 6, "start": 6}
-        optimizer = isokron.Katie([weight], **settings)
+        optimizer = build(isokron.Katie, [weight], **settings)
         for grad in scale * grads:
             weight.grad = grad
             optimizer.step()
@@ -134,7 +135,7 @@ def test_uncorrelated_gradients_leave_adam_alone_too() -> None:
     scales = 10 ** torch.randn(6, 8, generator=generator, dtype=torch.float64)
     weight = nn.Parameter(torch.zeros(6, 8, dtype=torch.float64))
     settings = {"every": 2000, "betas": (0.9, 0.999), "factor_beta": 0.999, "damping": 1e-6}
-    optimizer = isokron.Katie([weight], **settings)
+    optimizer = build(isokron.Katie, [weight], **settings)
     for _ in range(2000):
         weight.grad = scales * torch.randn(6, 8, generator=generator, dtype=torch.float64)
         optimizer.step()
@@ -147,7 +148,7 @@ def test_the_symmetric_operator_is_positive_definite() -> None:
     """⟨M, Δ⟩ > 0 for every M: with β₁ = 0, the update always has a part along the gradient."""
     weight = nn.Parameter(torch.zeros(4, 5, dtype=torch.float64))
     settings = {**SETTINGS, "betas": (0.0, 0.95), "form": "symmetric", "every": 1, "start": 1}
-    optimizer = isokron.Katie([weight], lr=1.0, weight_decay=0.0, **settings)
+    optimizer = build(isokron.Katie, [weight], lr=1.0, weight_decay=0.0, **settings)
     for grad in gradients((4, 5), 40):
         before = weight.detach().clone()
         weight.grad = grad
@@ -185,4 +186,4 @@ def test_entries_without_gradients_are_no_division_by_zero() -> None:
 )
 def test_wrong_settings_of_katie_are_named(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        isokron.Katie([nn.Parameter(torch.zeros(2, 2))], **settings)
+        build(isokron.Katie, [nn.Parameter(torch.zeros(2, 2))], **settings)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import isokron
+from cases import build
 from isokron.polynomials import POLYNOMIALS
 
 
@@ -49,7 +50,7 @@ def test_matches_torch_where_the_settings_coincide(
     start = torch.randn(shape)
     mine, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
     shared = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.05, "nesterov": nesterov}
-    ours = isokron.Muon([mine], scale=scale, dtype=torch.bfloat16, **shared)
+    ours = build(isokron.Muon, [mine], scale=scale, dtype=torch.bfloat16, **shared)
     reference = torch.optim.Muon([theirs], adjust_lr_fn=scale, **shared)
     for _ in range(10):
         mine.grad = torch.randn(shape)
@@ -112,7 +113,7 @@ def test_a_fused_projection_is_split_into_its_parts(dim: int) -> None:
 )
 def test_wrong_settings_of_its_own_are_named(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        isokron.Muon([nn.Parameter(torch.zeros(2, 2))], **settings)
+        build(isokron.Muon, [nn.Parameter(torch.zeros(2, 2))], **settings)
 
 
 def test_a_part_of_one_row_is_a_matrix_of_its_own() -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import isokron
+from cases import build
 
 
 def kinds(model: nn.Module, **overrides: object) -> dict[str, str]:
@@ -387,8 +388,47 @@ def test_one_number_is_the_decay_of_all_that_decays() -> None:
     assert by_name["blocks.0.up.weight"]["weight_decay"] == 0.1
     assert by_name["blocks.0.up.bias"]["weight_decay"] == 0.0
     assert by_name["blocks.0.norm.weight"]["weight_decay"] == 0.0
-    with pytest.raises(TypeError, match="weight_decay must be a number or a mapping"):
+    with pytest.raises(ValueError, match="param_groups: weight_decay must be a finite number"):
         isokron.param_groups(Decoder(), weight_decay="0.1")
+
+
+def test_any_setting_of_groups_is_taken_for_all_or_by_pattern() -> None:
+    model = Decoder()
+    groups = isokron.param_groups(
+        model,
+        every=5,
+        exponent={2: (2, 0)},  # one value: its keys are no patterns
+        max_dim={"*.up.weight": 4},
+        betas={"wte.*": (0.8, 0.9)},
+        route="spectral",
+    )
+    by_name = {name: group for group in groups for name, _ in group["params"]}
+    assert all(group["every"] == 5 and group["exponent"] == {2: (2, 0)} for group in groups)
+    assert by_name["blocks.0.up.weight"]["max_dim"] == 4
+    assert by_name["blocks.0.up.weight"]["name"] == "matrices (spectral, max_dim 4)"
+    assert "max_dim" not in by_name["blocks.0.down.weight"]
+    assert by_name["wte.weight"]["betas"] == (0.8, 0.9)
+    routes = {by_name[name]["route"] for name in ("wte.weight", "blocks.0.up.bias")}
+    assert routes == {"adamw"}
+    assert len({group["name"] for group in groups}) == len(groups)
+    isokron.Shampoo(groups)
+    with pytest.raises(ValueError, match="param_groups: every must be a whole number"):
+        isokron.param_groups(model, every={"wte.*": 0})
+    with pytest.raises(TypeError, match="argument 'evry'; did you mean 'every'"):
+        isokron.param_groups(model, evry=5)
+    with pytest.raises(TypeError, match="argument 'qqq'; it takes adamw, "):
+        isokron.param_groups(model, qqq=5)
+
+
+def test_vectors_get_the_method_if_asked_for() -> None:
+    model = Decoder()
+    groups = isokron.param_groups(model, vectors=True)
+    optimizer = isokron.SOAP(groups)
+    for group in optimizer.param_groups:
+        for name, param in zip(group["param_names"], group["params"], strict=True):
+            table = name in ("wte.weight", "bias_like.weight")
+            assert optimizer.traits.takes(param, group) == (not table), name
+            assert group["weight_decay"] == (0.0 if param.ndim == 1 else 0.1), name
 
 
 def test_names_of_groups_are_unique_and_say_what_the_group_does() -> None:
@@ -506,8 +546,8 @@ def stepped_by_adamw(shape: tuple[int, ...], **settings: Any) -> bool:
     param = nn.Parameter(torch.empty(shape, device="meta"))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        optimizer = isokron.SOAP([param], **settings)
-    taken = optimizer.takes(param, optimizer.param_groups[0])
+        optimizer = build(isokron.SOAP, [param], **settings)
+    taken = optimizer.traits.takes(param, optimizer.param_groups[0])
     assert len(caught) == (not taken)
     return not taken
 
@@ -549,13 +589,18 @@ def test_bare_ends_of_a_model_go_to_adamw_if_they_are_tall() -> None:
     with pytest.warns(UserWarning, match=r"number 0 of shape \(256, 64\), number 8 of shape"):
         optimizer = isokron.Muon(params)
     group = optimizer.param_groups[0]
-    assert [optimizer.takes(param, group) for param in params] == [False, *[True] * 6, False, False]
+    assert [optimizer.traits.takes(param, group) for param in params] == [
+        False,
+        *[True] * 6,
+        False,
+        False,
+    ]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         few = isokron.Muon([params[0], *params[2:5], params[-1]]).param_groups[0]
         wide = isokron.Muon(params[1:-1]).param_groups[0]
-    assert all(optimizer.takes(param, few) for param in few["params"])
-    assert all(optimizer.takes(param, wide) for param in wide["params"] if param.ndim == 2)
+    assert all(optimizer.traits.takes(param, few) for param in few["params"])
+    assert all(optimizer.traits.takes(param, wide) for param in wide["params"] if param.ndim == 2)
 
 
 def test_the_limits_of_a_table_can_be_moved() -> None:
@@ -564,7 +609,7 @@ def test_the_limits_of_a_table_can_be_moved() -> None:
     assert not stepped_by_adamw((16, 31000, 8000), max_rows=None, stacked=1)
     assert not stepped_by_adamw((512, 64), split=2)
     with pytest.raises(ValueError, match="max_rows must be None or a whole number above 0"):
-        isokron.SOAP(nn.Linear(2, 2).parameters(), max_rows=0)
+        build(isokron.SOAP, nn.Linear(2, 2).parameters(), max_rows=0)
 
 
 def test_the_warning_names_tables_rule_and_remedies() -> None:
@@ -572,6 +617,7 @@ def test_the_warning_names_tables_rule_and_remedies() -> None:
     with pytest.warns(UserWarning, match="shaped like an embedding") as caught:
         isokron.Quad(model.named_parameters())
     (text,) = [str(warning.message) for warning in caught]
+    assert caught[0].filename == __file__
     for part in (
         "'0.weight' (100, 4)",
         "max_rows=30000",
@@ -597,5 +643,5 @@ def test_a_bare_table_has_the_state_of_adamw() -> None:
 
 
 def test_the_name_of_another_method_is_no_route() -> None:
-    with pytest.raises(ValueError, match=r"got route='shampoo'; one optimizer has one method"):
-        isokron.SOAP(nn.Linear(2, 2).parameters(), route="shampoo")
+    with pytest.raises(ValueError, match=r"one optimizer has one method.*got route='shampoo'"):
+        build(isokron.SOAP, nn.Linear(2, 2).parameters(), route="shampoo")

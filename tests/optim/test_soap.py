@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import isokron
+from cases import build
 from isokron.linalg import follow, offdiagonal
 from naive import SHAPES, assert_follows, flat, folded, gradients, hat, times
 
@@ -100,27 +101,13 @@ def test_what_goes_to_adamw_cannot_sum() -> None:
     weight, bias = nn.Parameter(torch.zeros(3, 4)), nn.Parameter(torch.zeros(3))
     with pytest.raises(ValueError, match=r"betas\[1\] must be below 1 for AdamW.*vectors=True"):
         isokron.SOAP([weight, bias], betas=(0.9, 1.0))
-    isokron.SOAP([weight, bias], betas=(0.9, 1.0), vectors=True)
+    build(isokron.SOAP, [weight, bias], betas=(0.9, 1.0), vectors=True)
     with pytest.raises(ValueError, match=r"betas must be two numbers in \[0, 1\), got"):
         isokron.Muon([weight], betas=(0.9, 1.0))
     with pytest.raises(ValueError, match="the second at most 1"):
         isokron.SOAP([weight], betas=(1.0, 1.0))
     with pytest.raises(ValueError, match="use_bias_correction must be True for AdamW"):
         isokron.AdamW([weight], use_bias_correction=False)
-
-
-@pytest.mark.parametrize(("shape", "sides"), [((3, 8), (0,)), ((8, 3), (1,)), ((8, 9), ())])
-def test_a_large_dimension_is_left_alone_by_option(
-    shape: tuple[int, ...], sides: tuple[int, ...]
-) -> None:
-    assert_follows(
-        isokron.SOAP,
-        lambda grads: naive_soap(grads, sides=sides),
-        gradients(shape, 16),
-        **SETTINGS,
-        oversize="identity",
-        max_dim=5,
-    )
 
 
 def test_the_basis_of_a_static_matrix_converges() -> None:
@@ -150,22 +137,6 @@ def test_soap_finds_the_basis_of_gradients_that_have_changed() -> None:
         basis = state[f"basis.{i}.0"].double()
         assert offdiagonal(cov, basis) < 1e-3
         torch.testing.assert_close(basis.T @ basis, torch.eye(8).double(), atol=1e-5, rtol=0)
-
-
-def test_the_filter_with_two_rates_works_in_the_basis() -> None:
-    """Without a basis SOAP is Adam on f = β₃M + (1−β₃)G, debiased."""
-    grads = gradients((4, 5), 8)
-    weight = nn.Parameter(torch.zeros(4, 5, dtype=torch.float64))
-    settings = {"betas": (0.9, 0.99), "start": 99, "graft": None, "weight_decay": 0.0}
-    optimizer = isokron.SOAP([weight], lr=0.1, beta3=0.6, **settings)
-    m, v, expected = (torch.zeros(4, 5, dtype=torch.float64) for _ in range(3))
-    for t, grad in enumerate(grads, start=1):
-        weight.grad = grad
-        optimizer.step()
-        f = (0.6 * m + 0.4 * grad) / (1 - 0.6 * 0.9 ** (t - 1))
-        m, v = 0.9 * m + 0.1 * grad, 0.99 * v + 0.01 * grad**2
-        expected = expected - 0.1 * f / ((v / (1 - 0.99**t)).sqrt() + 1e-8)
-    torch.testing.assert_close(weight.detach(), expected)
 
 
 def test_a_basis_within_tolerance_is_kept() -> None:
@@ -205,4 +176,4 @@ def test_variances_turn_with_the_basis_and_keep_their_sum() -> None:
 )
 def test_wrong_settings_of_soap_are_named(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        isokron.SOAP([nn.Parameter(torch.zeros(2, 2))], **settings)
+        build(isokron.SOAP, [nn.Parameter(torch.zeros(2, 2))], **settings)

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 import isokron
+from cases import build
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("SOAP", {}),
-    ("Shampoo", {"stagger": True}),
-    ("Shampoo", {"graft_by": "parameter"}),
+    ("Shampoo", {"refresh": "staggered"}),
     ("Katie", {"decay": "l2"}),
-    ("Katie", {"delay": 1}),
+    ("Katie", {"refresh": 1}),
     ("Muon", {}),
     ("Quad", {"block_size": 4}),
     ("Skew", {"block_size": 4, "every": 3}),
@@ -34,7 +34,7 @@ def trained(
 ) -> tuple[list[nn.Parameter], isokron.Preconditioned]:
     params = params_of()
     blocks = {} if "block_size" in settings or name == "Muon" else {"max_dim": 4, "every": 3}
-    optimizer = getattr(isokron, name)(params, **blocks, **settings, workspace=workspace)
+    optimizer = build(getattr(isokron, name), params, **blocks, **settings, workspace=workspace)
     resume(params, optimizer, range(steps))
     return params, optimizer
 
@@ -51,7 +51,7 @@ def resume(params: list[nn.Parameter], optimizer: isokron.Preconditioned, steps:
 def test_small_batches_make_the_same_steps(name: str, settings: dict[str, Any]) -> None:
     params, optimizer = trained(name, 1, settings)
     others, other = trained(name, 1 << 30, settings)
-    assert len(optimizer._plans.made[0].waves) > len(other._plans.made[0].waves)
+    assert len(optimizer._layouts[0].waves) > len(other._layouts[0].waves)
     for param, expected in zip(params, others, strict=True):
         torch.testing.assert_close(param, expected, rtol=1e-9, atol=1e-9)
 
@@ -73,7 +73,7 @@ def test_checkpoints_do_not_depend_on_the_workspace(name: str, settings: dict[st
 
 def test_a_workspace_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="workspace must be a whole number of bytes above 0"):
-        isokron.SOAP(params_of(), workspace=0)
+        build(isokron.SOAP, params_of(), workspace=0)
 
 
 PEAK = """
@@ -91,13 +91,14 @@ def made(size, count, workspace):
     params = [torch.nn.Parameter(torch.randn(size, size)) for _ in range(count)]
     for param in params:
         param.grad = torch.randn_like(param)
-    return getattr(isokron, sys.argv[1])(params, workspace=workspace, **settings)
+    group = {"params": params, "workspace": workspace}
+    return getattr(isokron, sys.argv[1])([group], **settings)
 
 
 made(64, 2, 1 << 30).step()  # libraries load what they need
 optimizer = made(512, 48, int(sys.argv[2]))
-for plan in optimizer._plans.current(optimizer, optimizer._sharing):
-    for batch in plan.batches:
+for layout in optimizer._current_layouts():
+    for batch in layout.batches:
         for value in batch.state.values():
             value.add_(0)  # zeros take memory when they are written to
 before = peak()

@@ -31,6 +31,14 @@ def test_malformed_options_are_refused(spec):
         parse_spec(spec)
 
 
+def test_options_may_be_settings_of_parameter_groups():
+    optimizer = resolve("shampoo(form='eigen', every=3)").build(torch.nn.Linear(4, 4), 0.1)
+    assert all(group["form"] == "eigen" for group in optimizer.param_groups)
+    assert optimizer.defaults["every"] == 3
+    with pytest.raises(ValueError, match=r"'form' .* of another optimizer"):
+        resolve("soap(form='eigen')")
+
+
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
@@ -39,7 +47,7 @@ def test_malformed_options_are_refused(spec):
         ("torch.optim:SGD(momentun=0.9)", "cannot be called: .*momentun"),
         ("muon(nonsense=1)", "cannot be called: .*nonsense"),
         ("muon(momentum=2)", "optimizer 'muon.momentum=2.': .*momentum must be .* below 1"),
-        ("muon(scale='loud')", "optimizer .*: .*scale must be one of .* got 'loud'"),
+        ("muon(scale='loud')", "optimizer .*: .*scale must be one of .* got scale='loud'"),
         ("muon(lr=0.1)", "give learning rates with --lr"),
         ("math:pi", "must be callable, got float"),
     ],
@@ -86,8 +94,21 @@ def test_an_optimizer_of_ours_that_takes_the_model_gets_it():
     assert optimizer.param_groups[0]["param_names"] == ["1.weight", "1.bias"]
     with pytest.raises(ValueError, match="damping must be a finite number above 0"):
         resolve("natural(damping=-1)")
-    with pytest.raises(ValueError, match=r"cannot be called: .*; its options are damping, every"):
+    with pytest.raises(ValueError, match=r"cannot be called: .*; its options are method, fisher"):
         resolve("natural(dampin=1)")
+
+
+def test_policies_dampings_and_condition_numbers_of_natural_can_be_raced():
+    text = (
+        'natural(policy="all"),natural(damping=1e-2,max_condition=1e4),natural(policy={"1":"all"})'
+    )
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    dense, clipped, named = (resolve(spec).build(model, 0.1) for spec in split_specs(text))
+    assert [record["policy"] for record in dense.report()] == ["all", "all"]
+    assert clipped.param_groups[0]["max_condition"] == 1e4
+    assert [record["policy"] for record in named.report()] == ["dense", "all"]
+    with pytest.raises(ValueError, match="use fisher='empirical'"):
+        resolve("natural(fisher='sampled')")
 
 
 @pytest.mark.parametrize("name", BUILT_IN)

@@ -23,7 +23,7 @@ from isokron.curvature.backward import probe_layers
 from isokron.curvature.fit import FISHERS, METHODS, SHARINGS
 from isokron.curvature.losses import CrossEntropy, Likelihood, Loss
 from isokron.distributed import Ranks
-from isokron.distributed.team import in_turn
+from isokron.distributed.rank_tasks import in_turn
 from isokron.files import check_same
 from isokron.tasks import Shown, Task
 from isokron.training import Progress, silent
@@ -172,7 +172,7 @@ class Attributor:
             self.subject.batches(self.data.plan(numbers), "fit"),
             self.subject.loss,
             selection=self.selection,
-            policy=dict.fromkeys(self.lowrank, "all") or "none",
+            policy=dict.fromkeys(self.lowrank, "all") or "dense",
             seed=seed,
             ranks=self.subject.ranks,
             **settings,

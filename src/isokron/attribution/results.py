@@ -21,7 +21,7 @@ from isokron.attribution.queries import Query
 from isokron.attribution.scorers import ExactScorer
 from isokron.attribution.verify import calibrate, verify
 from isokron.curvature.backward import unchanged
-from isokron.distributed.team import in_turn, share, together
+from isokron.distributed.rank_tasks import in_turn, share, together
 from isokron.files import write_atomically, write_json
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ import torch
 
 from isokron._version import __version__
 from isokron.distributed import Ranks
-from isokron.distributed.team import in_turn
+from isokron.distributed.rank_tasks import in_turn
 from isokron.files import check_free, check_same, write_json
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from isokron.attribution.score import QueryGradients, exact_scores, query_gradie
 from isokron.attribution.store import SCHEMA, Schema, Span, Store, read_schema
 from isokron.curvature import Curvature
 from isokron.distributed import Ranks
-from isokron.distributed.team import in_turn, share, side_by_side, together
+from isokron.distributed.rank_tasks import in_turn, share, side_by_side, together
 from isokron.report import render
 from isokron.tasks import Shown
 

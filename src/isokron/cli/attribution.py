@@ -284,7 +284,7 @@ def score_self(run: Path, scoring: Scoring, resources: Resources) -> None:
     """Write the self-influence of all examples, and print the largest."""
     from safetensors.torch import save
 
-    from isokron.distributed.team import in_turn
+    from isokron.distributed.rank_tasks import in_turn
     from isokron.files import write_atomically
 
     path = run / "self.safetensors"
@@ -358,7 +358,7 @@ def report(run: RunFolder) -> None:
 
 
 def write_page(run: Path) -> Path:
-    from isokron.distributed.team import in_turn
+    from isokron.distributed.rank_tasks import in_turn
     from isokron.report.attribution import write_report
 
     with in_turn(process.ranks(), "writing the page"):

@@ -1,15 +1,17 @@
 """`isokron plan`: memory, traffic and refresh time of optimizers on many ranks."""
 
 import json
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 import typer
 
-from isokron.cli.process import work
 from isokron.cli.terminal import output
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 WIDTH = 100  # a narrower terminal wraps lines, which is better than numbers that are cut
+BYTES = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+SECONDS = {"µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 MODEL = (
     "gpt2, gpt2-medium, gpt2-large, gpt2-xl, llama-7b, llama-13b, llama-70b, mistral-7b, "
     "llama3-8b, llama3-70b; a built-in task; module:function or file.py:function that returns a "
@@ -26,6 +28,17 @@ FLOPS = "Speed of matrix products in TFLOP/s. Default: measured on this machine,
 EIGH = (
     "Speed of eigendecompositions in TFLOP/s, with 10·d³ operations for a d×d matrix; on GPUs far "
     "lower than that of products."
+)
+HELD = {
+    "ddp": "whole parameters on every rank (ddp)",
+    "fsdp": "parameters sharded over all ranks (fsdp)",
+    "hsdp": "parameters sharded over {shard} ranks and replicated {copies} times (hsdp)",
+}
+NOTES = (
+    "state: bytes that the optimizer keeps, mean and worst over ranks; of AdamW: the worst as a "
+    "share of the first line. sent: bytes that a rank sends in a step, besides the reduction of "
+    "gradients; ? is unknown. refresh: time a step of new operators (Muon: of polar factors), "
+    "averaged over the steps between refreshes. owners: ranks that own blocks; the others wait."
 )
 
 
@@ -59,28 +72,63 @@ def plan(
     """
     import torch
 
-    from isokron import planning
+    from isokron.model_shapes import make_model
     from isokron.optimizers_by_name import resolve, split_specs
-    from isokron.planning.report import heading, notes
+    from isokron.plan import RankLayout, Speed, measured_speed, report
 
     sent = None if communication is None else getattr(torch, communication)
-    where = planning.make_layout(layout, ranks, shard, sent)
+    rank_layout = RankLayout(layout, ranks, shard, sent)
     entrants = [resolve(spec) for spec in split_specs(optimizers)]
-    speed = None
-    if flops is not None and eigh_flops is not None:
-        speed = planning.given_speed(flops, eigh_flops)
-    elif flops is not None or eigh_flops is not None:
+    if (flops is None) != (eigh_flops is None):
         raise ValueError("--flops and --eigh-flops go together; give both or neither")
-    network = planning.make_model(model, getattr(torch, dtype))
-    built = {e.spec: planning.check_optimizer(e.spec, e.build(network, 1e-3)) for e in entrants}
-    with work():
-        # takes a second: after all checks
-        speed = speed or planning.measured_speed()
-        report = planning.make_report(model, network, built, where, speed)
+    for name, value in (("flops", flops), ("eigh_flops", eigh_flops)):
+        if value is not None and not 0 < value < float("inf"):
+            raise ValueError(f"{name} must be a positive number of TFLOP/s, got {value}")
+    network = make_model(model, getattr(torch, dtype))
+    built = {entrant.spec: entrant.build(network, 1e-3) for entrant in entrants}
+    speed = Speed(flops * 1e12, eigh_flops * 1e12) if flops and eigh_flops else measured_speed()
+    planned = {"model": model, **report(network, built, rank_layout, speed)}
     if as_json:
-        typer.echo(json.dumps(planning.as_json(report), indent=2))
-        return
-    console = output(WIDTH, log=WIDTH)
-    console.print("\n".join(heading(report)))
-    console.print(planning.rich_table(report))
-    console.print("\n".join(notes(report)), style="dim")
+        typer.echo(json.dumps(planned, indent=2))
+    else:
+        show(planned)
+
+
+def show(planned: Mapping[str, Any]) -> None:
+    """Print a report as a table of at most 100 columns."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
+    table.add_column("optimizer", no_wrap=True, overflow="ellipsis", max_width=26)
+    for name in ("state", "worst", "of AdamW", "sent", "worst", "refresh", "worst", "owners"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in planned["optimizers"]:
+        table.add_row(
+            row["optimizer"],
+            *(in_units(row[key], BYTES) for key in ("state_mean", "state_worst")),
+            f"{100 * row['of_adamw']:.3g} %",
+            *(in_units(row[key], BYTES) for key in ("sent_mean", "sent_worst")),
+            *(in_units(row[key], SECONDS) for key in ("refresh_mean", "refresh_worst")),
+            f"{row['owners']:,}" if row["owners"] else "–",
+        )
+    console, rates = output(WIDTH, log=WIDTH), [planned["product_flops"], planned["eigh_flops"]]
+    held = HELD[planned["layout"]].format(**planned, copies=planned["ranks"] // planned["shard"])
+    console.print(
+        "{model}: {parameters:,} parameters in {tensors:,} tensors of {dtype}".format(**planned)
+    )
+    console.print(f"{planned['ranks']:,} rank{'s' * (planned['ranks'] > 1)}, {held}")
+    console.print(table)
+    speeds = "products at {:.3g} TFLOP/s and decompositions at {:.3g}".format(
+        *(r / 1e12 for r in rates)
+    )
+    console.print(f"Times are estimates: {speeds}, {planned['speed']}.\n{NOTES}", style="dim")
+
+
+def in_units(number: float | None, units: Mapping[str, float]) -> str:
+    """'1.23 GB' with units=BYTES; "–" for 0, "?" for None."""
+    if not number:
+        return "?" if number is None else "–"
+    ends = [*units.values(), float("inf")][1:]
+    unit = next(u for u, end in zip(units, ends, strict=True) if number < 0.9995 * end)
+    return f"{number / units[unit]:.3g} {unit}"

@@ -193,7 +193,7 @@ def open_run(
 
     from isokron.attribution import Attributor
     from isokron.attribution.run_folder import RECORD, WEIGHTS, has_results
-    from isokron.distributed.team import in_turn
+    from isokron.distributed.rank_tasks import in_turn
     from isokron.files import check_free, check_same
 
     check_free(folder, RECORD, ours=[WEIGHTS])

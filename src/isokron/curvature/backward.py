@@ -168,10 +168,8 @@ class Passes:
             if self.head is not None and len(self.layers) == 1:
                 return
             self._warn_of_cost(outputs.shape)
-            for part in _one_term_each(weights):
-                for root in loss.roots(fixed):
-                    slopes = root * part.sqrt().to(root.dtype).unsqueeze(-1)
-                    yield Sloped.apply(outputs, slopes), True
+            for slopes in hessian_roots(loss, fixed, weights):
+                yield Sloped.apply(outputs, slopes), True
             return
         if self.fisher == "sampled":
             targets = loss.draw(fixed, self.generator)
@@ -223,14 +221,20 @@ class Passes:
         self.counted = None if bool(counted.all()) else self._rows(counted)
 
     def _warn_of_cost(self, shape: Sequence[int]) -> None:
-        cost = shape[-1] * prod(shape[1:-1])
-        if cost > MANY_PASSES and not self.warned:
-            warnings.warn(
-                f"fisher='exact' takes {cost:,} backward passes a batch, one for each of "
-                f"{shape[-1]:,} classes at each position; fisher='sampled' takes one",
-                stacklevel=2,
-            )
+        if not self.warned:
+            warn_of_passes(shape)
         self.warned = True
+
+
+def warn_of_passes(shape: Sequence[int]) -> None:
+    """Warn of fisher="exact" with outputs of this shape, where that takes long."""
+    passes = shape[-1] * prod(shape[1:-1])
+    if passes > MANY_PASSES:
+        warnings.warn(
+            f"fisher='exact' takes {passes:,} backward passes a batch, one for each of "
+            f"{shape[-1]:,} classes at each position; fisher='sampled' takes one",
+            stacklevel=2,
+        )
 
 
 def _memory(rows: Tensor) -> tuple[Any, ...]:
@@ -319,14 +323,30 @@ def check_reached(terms: float, without: Iterable[Layer]) -> None:
         )
 
 
-def _one_term_each(weights: Tensor) -> Iterator[Tensor]:
-    """Weights of one term an example at a time: labels of others are independent of its own."""
+def hessian_roots(loss: Likelihood, outputs: Tensor, weights: Tensor) -> Iterator[Tensor]:
+    """Gradients in the outputs whose squares add up to the exact Fisher, one backward pass each.
+
+    One term of every example at a time: labels of others are independent of its own.
+    """
     flat = weights.reshape(len(weights), -1)
     for place in range(flat.size(1)):
         if bool(flat[:, place].any()):
             part = torch.zeros_like(flat)
             part[:, place] = flat[:, place]
-            yield part.view_as(weights)
+            for root in loss.roots(outputs):
+                yield root * part.view_as(weights).sqrt().to(root.dtype).unsqueeze(-1)
+
+
+def sampled_slopes(
+    loss: Likelihood, outputs: Tensor, weights: Tensor, generator: torch.Generator
+) -> Tensor:
+    """Gradients in the outputs of the loss of labels drawn from the model, each times √weight."""
+    labels = loss.draw(outputs, generator)
+    with torch.enable_grad():
+        leaf = outputs.detach().requires_grad_()
+        terms = loss.terms(leaf, labels)
+        (slopes,) = torch.autograd.grad((terms * weights.sqrt().to(terms.dtype)).sum(), leaf)
+    return slopes
 
 
 class Sloped(torch.autograd.Function):

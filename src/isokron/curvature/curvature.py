@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from isokron.curvature.layer_report import CurvatureReport, layer_record
 from isokron.curvature.layers import Layout, pack, unpack
-from isokron.linalg import eigh, factorize
+from isokron.linalg import eigh, factorize, lift
 from isokron.operators import CholeskyInverse, Dense, Diagonal, Factor, Kron, KronEigen, LowRank
 
 Operator = Kron | KronEigen
@@ -37,7 +38,7 @@ class LayerCurvature:
     method: str
     layout: Layout
     statistics: dict[str, Tensor]
-    policy: str = "none"
+    policy: str = "dense"
     terms: float = 0.0
 
     def operator(self) -> Operator:
@@ -89,7 +90,7 @@ def _large_outputs(operator: Operator) -> int:
     return outputs if outputs > LARGE else 0
 
 
-def _condition(values: Tensor) -> float:
+def condition_number(values: Tensor) -> float:
     """Largest over smallest; inf where one is 0."""
     least = float(values.min())
     return float(values.max()) / least if least > 0 else float("inf")
@@ -145,13 +146,23 @@ def side_damping(operator: Kron, damping: float, relative: bool = True) -> tuple
     `relative`: λ is `damping` times the mean eigenvalue of the layer, else `damping` itself. A dead
     block gets 1 on both sides: its gradients are zero, and any positive number serves.
     """
-    # in float64: products of means underflow in float32 long before the means do
     left, right = (mean_eigenvalue(factor) for factor in operator.factors)
     left, dead, dtype = left.to(right.device), dead_blocks(operator), operator_dtype(operator)
     scale = damping * float((left * right).mean()) if relative else damping
-    pi = (right / left.masked_fill(dead, 1.0)).masked_fill(dead, 1.0).sqrt()
-    root = torch.full_like(pi, scale**0.5).masked_fill(dead, 1.0)
-    return (root / pi).to(dtype), (root * pi).to(dtype)
+    sides = split_damping(left.masked_fill(dead, 0.0), right, scale)
+    output, inputs = (side.masked_fill(dead, 1.0).to(dtype) for side in sides)
+    return output, inputs
+
+
+def split_damping(left: Tensor, right: Tensor, damping: float) -> tuple[Tensor, Tensor]:
+    """√λ/π and π√λ, π² = mean eigenvalue of A over that of G: [B] each. left, right: these means.
+
+    In float64: products of means underflow in float32 long before the means do. Where a mean is 0,
+    π is 1: gradients are zero then, and any number serves.
+    """
+    dead = (left <= 0) | (right <= 0)
+    pi = torch.where(dead, 1.0, right / torch.where(dead, 1.0, left)).sqrt()
+    return damping**0.5 / pi, damping**0.5 * pi
 
 
 class Curvature(Mapping[str, Operator]):
@@ -193,7 +204,7 @@ class Curvature(Mapping[str, Operator]):
             raise ValueError(
                 f"layer {name!r}: eigenvalues of a low-rank side of {_large_outputs(operator)} "
                 f"outputs, more than {LARGE}, are not computed; use damped_inverse(damping), which "
-                "does without"
+                "does without them if max_condition is None"
             )
         if isinstance(operator, KronEigen):
             left_basis, right_basis = operator.bases
@@ -205,44 +216,74 @@ class Curvature(Mapping[str, Operator]):
         self._spectra[name] = spectrum
         return spectrum
 
-    def damped_inverse(self, damping: float = 0.1, relative: bool = True) -> "Curvature":
+    def damped_inverse(
+        self, damping: float = 0.1, relative: bool = True, max_condition: float | None = None
+    ) -> "Curvature":
         """H⁻¹ of every layer, by the definition of damping above.
 
         K-FAC, TKFAC and Shampoo are the Cholesky factors of both sides, applied by triangular
         solves, or by Woodbury where gradients are kept: no eigenvectors. A side that is singular
         gets jitter, and `report` says so. A dead layer, whose gradients are all zero, has the
-        inverse 0.
+        inverse 0. `max_condition` κ: eigenvalues of H below their maximum/κ are lifted to it, which
+        takes an eigendecomposition.
         """
         _check(damping, self.layers.values())
         inverses = {
             name: _inverse_by_sides(operator, damping, relative, name)
-            if isinstance(operator, Kron)
-            else self._power(name, -1.0, damping, relative)
+            if isinstance(operator, Kron) and max_condition is None
+            else self._power(name, -1.0, damping, relative, max_condition, split=True)
             for name, operator in self.items()
         }
         return self._derived(inverses)
 
-    def inverse(self, damping: float, relative: bool = False) -> "Curvature":
+    def inverse(
+        self, damping: float, relative: bool = False, max_condition: float | None = None
+    ) -> "Curvature":
         """(F + λI)⁻¹ by eigenvalues; see `power`."""
-        return self.power(-1.0, damping, relative)
+        return self.power(-1.0, damping, relative, max_condition)
 
-    def power(self, p: float, damping: float = 0.0, relative: bool = False) -> "Curvature":
+    def power(
+        self,
+        p: float,
+        damping: float = 0.0,
+        relative: bool = False,
+        max_condition: float | None = None,
+    ) -> "Curvature":
         """(F + λI)ᵖ, layer by layer, by eigenvalues. A layer that is singular then is an error.
 
-        `relative`: λ is `damping` times each layer's mean eigenvalue.
+        `relative`: λ is `damping` times each layer's mean eigenvalue. `max_condition` κ:
+        eigenvalues of F + λI below their maximum/κ are lifted to it.
         """
         _check(damping, self.layers.values() if p != 1 else ())
-        return self._derived({name: self._power(name, p, damping, relative) for name in self})
+        powers = {name: self._power(name, p, damping, relative, max_condition) for name in self}
+        return self._derived(powers)
 
     def _power(
-        self, name: str, p: float, damping: float, relative: bool
+        self,
+        name: str,
+        p: float,
+        damping: float,
+        relative: bool,
+        max_condition: float | None = None,
+        split: bool = False,
     ) -> tuple[Operator, dict[str, Any]]:
-        if relative:
-            damping = damping * float(mean_eigenvalue(self[name]).mean())
-        bases, values, _ = self.spectrum(name)
-        values = values.clamp_min(0) + damping  # below zero is rounding
-        note = {"power": p, "damping": damping, "condition_after": _condition(values)}
-        if p < 0 and relative and bool(dead_blocks(self[name]).all()):
+        """`split`: λ is on both sides, where there are two."""
+        operator, (bases, values, sides) = self[name], self.spectrum(name)
+        if split and sides is not None and isinstance(operator, Kron):
+            added = side_damping(operator, damping, relative)
+            left, right = (side + new[:, None] for side, new in zip(sides, added, strict=True))
+            values = left[:, :, None] * right[:, None, :]
+            damping = float((added[0] * added[1]).mean())
+        else:
+            damping = damping * float(mean_eigenvalue(operator).mean()) if relative else damping
+            values = values.clamp_min(0) + damping  # below zero is rounding
+        note = {"power": p, "damping": damping}
+        if max_condition is not None:
+            lifted = lift(values.flatten(1), max_condition)
+            values = lifted.values.view_as(values)
+            note["clipped"] = float(lifted.lifted.sum()) / values.numel()
+        note["condition_after"] = condition_number(values)
+        if p < 0 and (relative or split) and bool(dead_blocks(operator).all()):
             return KronEigen((None, None), torch.zeros_like(values)), note
         least = float(values.min())
         if p < 0 and not least > 0:
@@ -276,35 +317,24 @@ class Curvature(Mapping[str, Operator]):
         shapes = {name: layer.layout.shape[1:] for name, layer in self.layers.items()}
         return {n: float(mean_eigenvalue(self[n]).sum()) * o * i for n, (o, i) in shapes.items()}
 
-    def report(self, spectra: bool = True) -> list[dict[str, Any]]:
+    def report(self, spectra: bool = True) -> CurvatureReport:
         """One record a layer: its shape and statistics, and the damping applied to it.
 
         `dead`: how many blocks saw only zeros. `spectra`: also condition number and effective rank,
         exp of the entropy of the eigenvalues, which take an eigendecomposition where there was none
         yet; None for a head too large for one.
         """
-        records, traces = [], self.trace()
+        records, traces = CurvatureReport(), self.trace()
         for name, layer in self.layers.items():
-            blocks, outputs, inputs = layer.layout.shape
             columns = layer.statistics.get("columns")
-            record: dict[str, Any] = {
-                "layer": name,
-                "method": layer.method,
-                "kind": layer.layout.kind,
-                "blocks": blocks,
-                "outputs": outputs,
-                "inputs": inputs,
-                "bias": layer.layout.bias,
-                "terms": layer.terms,
-                "policy": layer.policy,
-                "columns": None if columns is None else columns.size(2),
-                "bytes": sum(value.nbytes for value in layer.statistics.values()),
-                "dead": int(dead_blocks(self[name]).sum()),
-                "trace": traces[name],
-            }
+            count = None if columns is None else columns.size(2)
+            record = layer_record(
+                name, layer.method, layer.layout, layer.statistics, layer.policy, layer.terms, count
+            )
+            record |= {"dead": int(dead_blocks(self[name]).sum()), "trace": traces[name]}
             if spectra:
                 values = None if _large_outputs(self[name]) else self.spectrum(name).values
-                record["condition"] = None if values is None else _condition(values)
+                record["condition"] = None if values is None else condition_number(values)
                 record["effective_rank"] = None if values is None else _effective_rank(values)
             records.append({**record, "fallbacks": {}, **self.notes.get(name, {})})
         return records

@@ -13,9 +13,9 @@ from isokron.curvature.curvature import Curvature, LayerCurvature
 from isokron.curvature.layers import Layer, Selection, find_layers
 from isokron.curvature.losses import Likelihood, Loss
 from isokron.curvature.statistics import GradientRows, Sums, Uses, check_finite, either, means_of
-from isokron.distributed.ranks import Ranks
-from isokron.distributed.team import gather, share, together
-from isokron.linalg import eigh
+from isokron.distributed.process_group import Ranks
+from isokron.distributed.rank_tasks import gather, share, together
+from isokron.linalg import eigh, halved, unhalve_
 
 METHODS = ("kfac", "ekfac", "tkfac", "shampoo")
 FISHERS = ("empirical", "sampled", "exact")
@@ -37,7 +37,7 @@ def fit(
     selection: Selection | None = None,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
-    policy: str | Mapping[str, str] = "none",
+    policy: str | Mapping[str, str] = "dense",
     rho: float = 0.75,
     t_max: int = MAX_TERMS,
     store: str = "auto",
@@ -57,7 +57,7 @@ def fit(
             ("reduce") in the factors of K-FAC and TKFAC.
         layers: patterns of names. `selection`: layers chosen before, in their place.
         dtype: of the statistics.
-        policy: an output side of o outputs is a covariance o×o ("none") or the T gradients it is
+        policy: an output side of o outputs is a covariance o×o ("dense") or the T gradients it is
             made of, inverted by Woodbury: always ("all"), for more than 16,384 outputs ("hybrid"),
             or while T ≤ rho·o and T ≤ t_max ("auto"). More than `t_max` are refused. A mapping says
             it by layer; under EK-FAC these layers are K-FAC.
@@ -72,14 +72,18 @@ def fit(
             raise ValueError(f"{argument} must be one of {allowed}, got {value!r}")
     _check_data(batches, loss, method, fisher, ranks)
     if selection is None:
-        selection = find_layers(model, layers, head="skip" if policy == "none" else "lowrank")
+        selection = find_layers(model, layers, head="skip" if policy == "dense" else "lowrank")
     chosen = selection.layers
-    policies = _policies(policy, [layer.name for layer in chosen], method, ranks)
+    policies = policy_by_layer(policy, [layer.name for layer in chosen], method)
+    if ranks is not None and "auto" in policies.values():
+        raise ValueError("policy='auto' is decided by one process; with ranks use 'all' or 'dense'")
     methods = dict.fromkeys(policies, method)
     if method == "ekfac":  # which needs all eigenvectors: layers that keep gradients are K-FAC
-        methods |= {name: "kfac" for name, rule in policies.items() if rule != "none"}
+        methods |= {name: "kfac" for name, rule in policies.items() if rule != "dense"}
     sums = {
-        name: Sums() if rule == "none" else GradientRows(name, rule, rho, t_max, store, store_dtype)
+        name: Sums()
+        if rule == "dense"
+        else GradientRows(name, rule, rho, t_max, store, store_dtype)
         for name, rule in policies.items()
     }
     # labels are drawn by the number of the batch: one process and several draw the same
@@ -103,7 +107,9 @@ def fit(
         for layer in idle:
             fold.take(layer, _without_tokens(layer, like))
         fold.end_batch(0.0)
-    means = {x.name: means_of(x.name, fold.sums[x.name], terms, like) for x in chosen}
+    means = {layer.name: means_of(fold.sums[layer.name], terms, like) for layer in chosen}
+    for name, tensors in means.items():
+        check_finite(name, tensors)
     if method == "ekfac":
         dense = [layer for layer in chosen if "output" in means[layer.name]]
         corrected = [layer for layer in dense if methods[layer.name] == "ekfac"]
@@ -123,7 +129,7 @@ class Fold:
     def __init__(
         self, methods: Mapping[str, str], fisher: str, sharing: str, sums: Mapping[str, Sums]
     ) -> None:
-        self.methods, self.fisher, self.sharing = methods, fisher, sharing
+        self.methods, self.fisher, self.sharing = dict(methods), fisher, sharing
         self.waiting: dict[str, tuple[Layer, Uses]] = {}
         self.sums = {TERMS: Sums({TERMS: torch.zeros((), dtype=torch.float64)}), **sums}
 
@@ -151,36 +157,23 @@ class Fold:
             statistics.covariances_(sums, shared, layer.columns)
 
     def end_batch(self, terms: float) -> None:
+        self.end_inputs()
+        self.sums[TERMS][TERMS] += terms
+
+    def end_inputs(self) -> None:
+        """Fold the inputs that several backward passes have in common."""
         for layer, uses in self.waiting.values():
             statistics.input_covariance_(self.sums[layer.name], self._shared(uses), layer.columns)
         self.waiting.clear()
-        self.sums[TERMS][TERMS] += terms
 
     def _shared(self, uses: Uses) -> Uses:
         return statistics.reduced(uses) if self.sharing == "reduce" else uses
 
 
 def _reduce_(layers: Mapping[str, Sums], ranks: Ranks | None, like: Tensor) -> None:
-    """Add up the sums of all ranks in float64; rows that are kept are joined in their order."""
+    """Add up the sums of all ranks, of which some may have had no batch that used a layer."""
     if ranks is None:
         return
-    for sums in layers.values():
-        if isinstance(sums, GradientRows):
-            # ranks have neighbouring batches, so that rows come in the order of one process
-            everyone = gather(
-                ranks,
-                # later rows may have moved to the host
-                {
-                    k: torch.cat([x.to(p[-1].device) for x in p], 1)
-                    for k, p in sums.rows.items()
-                    if p
-                },
-            )
-            sums.rows = {key: [] for key in sums.rows}
-            for rows in everyone:
-                for key, part in rows.items():
-                    sums.gram(key, part.to(like.device))
-    # a rank may have had no batch, or none that used a layer: it adds zeros
     local = {n: {key: list(value.shape) for key, value in s.items()} for n, s in layers.items()}
     shapes: dict[str, dict[str, list[int]]] = {name: {} for name in layers}
     for text in ranks.gather_text(json.dumps(local)):
@@ -188,9 +181,43 @@ def _reduce_(layers: Mapping[str, Sums], ranks: Ranks | None, like: Tensor) -> N
             shapes[name].update(of_layer)
     for name, of_layer in shapes.items():
         for key, shape in of_layer.items():
-            value = layers[name].pop(key, torch.zeros(shape)).to(ranks.near(like.device))
-            total = ranks.all_reduce_(value.double(), what=f"the sum {key} of {name}")
-            layers[name][key] = total if not shape else total.to(like)
+            zeros = like.new_zeros(shape) if shape else torch.zeros((), dtype=torch.float64)
+            layers[name].setdefault(key, zeros)
+        add_ranks_(layers[name], ranks, like, name)
+
+
+def add_ranks_(sums: Sums, ranks: Ranks, like: Tensor, layer: str) -> None:
+    """Σ over ranks of every sum, in float64 and one collective; all ranks have the same keys.
+
+    Rows that are kept are joined by rank: ranks have neighbouring batches, so that they come in the
+    order of one process. Gram matrices of ranks do not add up: they lack the products of one rank's
+    rows with another's.
+    """
+    if isinstance(sums, GradientRows):
+        # later rows may have moved to the host
+        local = {
+            key: torch.cat([part.to(parts[-1].device) for part in parts], 1)
+            for key, parts in sums.rows.items()
+            if parts
+        }
+        sums.rows = {key: [] for key in sums.rows}
+        for rows in gather(ranks, local):
+            for key, part in rows.items():
+                sums.gram(key, part.to(like.device))
+    if not sums:
+        return
+    keys = sorted(sums)
+    square = {key for key in keys if key in statistics.SQUARE and sums[key].ndim == 3}
+    parts = [halved(sums[key]) if key in square else sums[key] for key in keys]
+    device = ranks.near(like.device)
+    flat = torch.cat([part.reshape(-1).to(device, torch.float64) for part in parts])
+    ranks.all_reduce_(flat, what=f"the sums of layer {layer!r}")
+    for key, part, total in zip(keys, parts, flat.split([p.numel() for p in parts]), strict=True):
+        total = total.view(part.shape).to(part)
+        if key in square:
+            unhalve_(sums[key], total)
+        else:
+            sums[key] = total
 
 
 def _decompose_(
@@ -244,13 +271,11 @@ def _correct_(
         passes.over(take, check=False)
     _reduce_(sums, ranks, like)
     for layer in layers:
-        name, values = layer.name, sums[layer.name]
-        if values.empty():
+        if sums[layer.name].empty():
             with passes.plain():
                 take(layer, _without_tokens(layer, like))
-        total = values["columns"].mT if "columns" in values else values["eigenvalues"]
-        means[name]["eigenvalues"] = (total / terms).contiguous()
-        check_finite(name, means[name])
+        means[layer.name].update(means_of(sums[layer.name], terms, like))
+        check_finite(layer.name, means[layer.name])
 
 
 def _without_tokens(layer: Layer, like: Tensor) -> Uses:
@@ -296,14 +321,14 @@ def planned_bytes(
     return {"statistics": held, "decompositions": inverses, "peak": peak}
 
 
-def _policies(
-    policy: str | Mapping[str, str], names: Sequence[str], method: str, ranks: Ranks | None
+def policy_by_layer(
+    policy: str | Mapping[str, str], names: Sequence[str], method: str
 ) -> dict[str, str]:
     """The policy of every layer."""
-    if method == "ekfac" and isinstance(policy, str) and policy != "none":
+    if method == "ekfac" and isinstance(policy, str) and policy != "dense":
         raise ValueError(
             f"policy={policy!r} keeps gradients in place of the output side, and method='ekfac' "
-            "needs all eigenvectors of it; use policy='none', or method='kfac', or name single "
+            "needs all eigenvectors of it; use policy='dense', or method='kfac', or name single "
             "layers, as in policy={'head': 'all'}"
         )
     by_name = dict.fromkeys(names, policy) if isinstance(policy, str) else dict(policy)
@@ -313,9 +338,7 @@ def _policies(
             f"policy must name layers that are fitted, got {unknown[0]!r}; these are "
             f"{', '.join(names[:6])}, …"
         )
-    if ranks is not None and "auto" in by_name.values():
-        raise ValueError("policy='auto' is decided by one process; with ranks use 'all' or 'none'")
-    return {name: by_name.get(name, "none") for name in names}
+    return {name: by_name.get(name, "dense") for name in names}
 
 
 def _check_data(batches: Any, loss: Any, method: str, fisher: str, ranks: Ranks | None) -> None:

@@ -2,7 +2,7 @@
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -72,22 +72,29 @@ class Watcher:
         self.contexts = ExitStack()
 
     def __enter__(self) -> "Watcher":
-        self.on = True
-        experts: dict[nn.Module, list[Layer]] = {}
-        hooks: list[tuple[nn.Module, Callable[..., None]]] = []
-        for layer in self.layers:
-            if layer.observed == "module":
-                hooks.append((layer.module, functools.partial(self._module_called, layer)))
-            elif layer.observed == "experts":
-                experts.setdefault(layer.module, []).append(layer)
-        for module, layers in experts.items():
-            hooks.append((module, functools.partial(self._experts_called, layers)))
-        self.handles = [m.register_forward_hook(hook, with_kwargs=True) for m, hook in hooks]
+        self.register()
         self.contexts.enter_context(_parts_called())
-        products = [layer for layer in self.layers if layer.observed == "product"]
-        if products:
-            self.contexts.enter_context(Projections(self, products))
         return self
+
+    def register(self) -> None:
+        """Put the hooks on, one module at a time."""
+        self.on = True
+        by_module: dict[tuple[nn.Module, str], list[Layer]] = {}
+        for layer in self.layers:
+            by_module.setdefault((layer.module, layer.observed), []).append(layer)
+        for (module, observed), layers in by_module.items():
+            hook = Hook(self, layers)
+            if observed == "product":
+                self.handles.append(module.register_forward_pre_hook(hook.enter))
+                # first, so that nested watchers leave in the reverse of the order they entered in
+                after = module.register_forward_hook(hook.leave, prepend=True, always_call=True)
+                self.handles.append(after)
+            else:
+                self.handles.append(module.register_forward_hook(hook, with_kwargs=True))
+
+    def observes(self, module: nn.Module) -> bool:
+        """Whether this call of a module is observed."""
+        return True
 
     def __exit__(self, *error: Any) -> None:
         self.on = False
@@ -96,19 +103,14 @@ class Watcher:
         self.handles.clear()
         self.contexts.close()
 
-    def _module_called(
-        self, layer: Layer, _: nn.Module, args: Args, kwargs: Kwargs, outputs: Tensor
-    ) -> None:
-        inputs = args[0] if args else next(iter(kwargs.values()))
+    def module_called(self, layer: Layer, inputs: Tensor, outputs: Tensor) -> None:
         self.watch(layer, inputs, outputs)
         if self.products is not None and layer.is_linear:
             versions = inputs._version, outputs._version
             self.products.append((layer, inputs.detach(), outputs.detach(), versions))
 
-    def _experts_called(
-        self, layers: list[Layer], _: nn.Module, args: Args, kwargs: Kwargs, outputs: Tensor
-    ) -> None:
-        x, index, weights = *args, *kwargs.values()
+    def experts_called(self, layers: list[Layer], args: Args, outputs: Tensor) -> None:
+        x, index, weights = args
         self._await(layers, x, outputs, functools.partial(expert_events, layers, x, index, weights))
 
     def watch(
@@ -162,6 +164,34 @@ class Watcher:
 
         # on the tensor: a backward hook of a module would wrap what it returns
         outputs.register_hook(report)
+
+
+class Hook:
+    """Forward hooks of one module. Copies, pickled ones too, do nothing: a copy of a model has
+    parameters of its own."""
+
+    def __init__(self, watcher: Watcher | None = None, layers: Sequence[Layer] = ()) -> None:
+        self.watcher, self.layers, self.contexts = watcher, list(layers), ExitStack()
+
+    def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs, outputs: Tensor) -> None:
+        if self.watcher is None or not self.watcher.observes(module):
+            return
+        arguments = (*args, *kwargs.values())
+        if self.layers[0].observed == "experts":
+            self.watcher.experts_called(self.layers, arguments, outputs)
+        else:
+            self.watcher.module_called(self.layers[0], arguments[0], outputs)
+
+    def enter(self, module: nn.Module, args: Args) -> None:
+        """Observe the products that attention or a router makes, and no others."""
+        if self.watcher is not None and self.watcher.observes(module):
+            self.contexts.enter_context(Projections(self.watcher, self.layers))
+
+    def leave(self, module: nn.Module, args: Args, outputs: Any) -> None:
+        self.contexts.close()
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(self), ()
 
 
 def inputs_of(layer: Layer, x: Tensor) -> Tensor:
@@ -326,18 +356,16 @@ def _parts_called() -> Iterator[None]:
 
 
 class Projections:
-    """Products torch.nn.functional.linear(·, weight) within attention and routers.
+    """Products torch.nn.functional.linear(·, weight) within one attention module or router.
 
     It stands in for that function within its context. Inside nn.MultiheadAttention, inputs are
     [positions, examples, d], and those of the output projection [positions · examples, d].
     """
 
     def __init__(self, watcher: "Watcher", layers: list[Layer]) -> None:
-        self.watcher = watcher
-        self.layers: dict[nn.Module, dict[str, Layer]] = {}
-        for layer in layers:
-            self.layers.setdefault(layer.module, {})[layer.name.rpartition(".")[2]] = layer
-        self.examples: dict[nn.Module, int] = {}
+        self.watcher, self.module = watcher, layers[0].module
+        self.layers = {layer.name.rpartition(".")[2]: layer for layer in layers}
+        self.examples = 0
 
     def __enter__(self) -> None:
         self.linear = plain = functional.linear
@@ -353,28 +381,20 @@ class Projections:
         functional.linear = self.linear
 
     def _called(self, inputs: Tensor, weight: Tensor, outputs: Tensor) -> None:
-        for module, layers in self.layers.items():
-            if not isinstance(module, nn.MultiheadAttention):
-                if weight is module.weight:
-                    self.watcher.watch(next(iter(layers.values())), inputs, outputs)
-                    return
-                continue
-            parts = _projections(module, weight)
-            # the output projection sees one dimension for both, and cannot tell examples apart
-            if parts and parts != ("out_proj",):
-                self.examples[module] = inputs.size(1)
-            width = len(weight) // max(1, len(parts))
-            for i, part in enumerate(parts):
-                if part in layers:
-                    count = self.examples[module]
-                    turned = functools.partial(
-                        _examples_first, count=count, first=i * width, width=width
-                    )
-                    self.watcher.watch(
-                        layers[part], _examples_first(inputs, count), outputs, turned
-                    )
-            if parts:
-                return
+        module = self.module
+        if not isinstance(module, nn.MultiheadAttention):
+            if weight is module.weight:
+                self.watcher.watch(next(iter(self.layers.values())), inputs, outputs)
+            return
+        parts = _projections(module, weight)
+        # the output projection sees one dimension for both, and cannot tell examples apart
+        if parts and parts != ("out_proj",):
+            self.examples = inputs.size(1)
+        count, width = self.examples, len(weight) // max(1, len(parts))
+        for i, part in enumerate(parts):
+            if part in self.layers:
+                rows = functools.partial(_examples_first, count=count, first=i * width, width=width)
+                self.watcher.watch(self.layers[part], _examples_first(inputs, count), outputs, rows)
 
 
 def _examples_first(x: Tensor, count: int, first: int = 0, width: int | None = None) -> Tensor:

@@ -135,6 +135,15 @@ class Sums(dict[str, Tensor]):
     def empty(self) -> bool:
         return not self
 
+    def tensors(self) -> list[Tensor]:
+        """All there is."""
+        return list(self.values())
+
+    def scale_gradients_(self, factor: float, inputs: bool) -> None:
+        """As if gradients had been `factor` times as long. inputs: are weighted by them (TKFAC)."""
+        for key in self.keys() - ({"places", "bias"} if inputs else {"places", "bias", "input"}):
+            self[key] *= factor**2
+
     def into(self, name: str, like: Tensor) -> Tensor:
         """The sum under this name, zeros in the shape of `like` if there is none."""
         return self.setdefault(name, torch.zeros_like(like))
@@ -213,7 +222,7 @@ def eigenvalues_(sums: Sums, uses: Uses, bases: Sequence[Tensor | None], columns
     grads = uses.grads if left is None else _rotated(uses.grads, left)
     if uses.kind == "index":
         column, rows = by_column(Uses(uses.inputs, grads, uses.kind))
-        sums.count("columns", column[None], rows.square()[None], columns)  # [1, columns, o]
+        sums.count("by_column", column[None], rows.square()[None], columns)  # [1, columns, o]
         return
     inputs = uses.written().inputs if right is None else _rotated(uses.inputs, right, uses.bias)
     blocks, _, places, outputs = grads.shape
@@ -293,6 +302,8 @@ def mirrored(sums: Sums) -> dict[str, Tensor]:
     Σāāᵀ is put together here, of Σaaᵀ and the row (Σaᵀ, n) below it: in rows that are longer by
     one the products of every batch would be slower by a fifth.
     """
+    if "by_column" in sums:  # Λ of an embedding
+        sums["eigenvalues"] = sums.pop("by_column").mT.contiguous()
     row = sums.pop("bias", None)
     if row is not None:
         inner = sums.pop("input")
@@ -334,6 +345,13 @@ class GradientRows(Sums):
     def empty(self) -> bool:
         return super().empty() and not any(self.rows.values())
 
+    def tensors(self) -> list[Tensor]:
+        return [*self.values(), *(rows for parts in self.rows.values() for rows in parts)]
+
+    def scale_gradients_(self, factor: float, inputs: bool) -> None:
+        super().scale_gradients_(factor, inputs)
+        self.rows = {key: [part * factor for part in parts] for key, parts in self.rows.items()}
+
     def gram(self, name: str, rows: Tensor) -> None:
         if name not in self.rows or name in self:
             super().gram(name, rows)
@@ -348,7 +366,9 @@ class GradientRows(Sums):
         on_device = storage_device(held, rows.device, self.storage) == rows.device
         # not rounded while more of them may still make a covariance
         dtype = None if self.policy == "auto" else self.dtype
-        part = store(rows, dtype, "device" if on_device else "host")
+        part = rows
+        if dtype is not None or not on_device:  # which checks their range, and waits for a device
+            part = store(rows, dtype, "device" if on_device else "host")
         # a copy, since rows may be a view of memory that the next batch writes to
         parts.append(part.clone() if part.data_ptr() == rows.data_ptr() else part)
 
@@ -390,7 +410,7 @@ class GradientRows(Sums):
         return {"columns": columns}
 
 
-def means_of(layer: str, sums: Sums, terms: float, like: Tensor) -> dict[str, Tensor]:
+def means_of(sums: Sums, terms: float, like: Tensor) -> dict[str, Tensor]:
     """Sums over positions for inputs of K-FAC, else over terms. The sums are gone then."""
     columns = sums.columns(terms, like) if isinstance(sums, GradientRows) else {}
     means = mirrored(sums)
@@ -403,7 +423,6 @@ def means_of(layer: str, sums: Sums, terms: float, like: Tensor) -> dict[str, Te
     for name, value in means.items():
         value.div_(float(places) if name == "input" and places is not None else terms)
     means.update(columns)
-    check_finite(layer, means)
     return means
 
 

@@ -1,53 +1,49 @@
-"""Who owns which block, and how blocks travel."""
+"""Which rank owns which block, how blocks travel, and how ranks agree."""
 
-from isokron.distributed.agreement import agreed_trouble
-from isokron.distributed.complete import completed
-from isokron.distributed.ownership import assign, block_cost
-from isokron.distributed.partial import (
-    PartialState,
-    asked_by_torch,
-    full_is_asked_for,
-    full_state_dict,
-    is_receiver,
-    partial_state,
-)
-from isokron.distributed.places import (
+from isokron.distributed.block_exchange import Arriving, BlockExchange
+from isokron.distributed.block_owners import assign, block_cost, factored_sizes
+from isokron.distributed.dtensor import (
     Place,
+    dtensor_from,
     fill_,
     gather_parts_,
     is_flat_shard,
     is_sharded,
     local,
     part_of,
+    sharded_mesh_dim,
     whole_from,
 )
-from isokron.distributed.ranks import TIMEOUT, Ranks
-from isokron.distributed.regions import block_of_shard, holders
-from isokron.distributed.sharing import Sharing, check_communication, cut_along
-from isokron.distributed.travel import Arriving, Travel
-from isokron.distributed.world import process_count, ranks_of
+from isokron.distributed.process_group import TIMEOUT, Ranks, process_count, ranks_of
+from isokron.distributed.sharded_state import (
+    PartialState,
+    full_state_dict,
+    gather_rows,
+    is_receiver,
+    partial_state,
+    shard_rows,
+    unshard_rows,
+)
+from isokron.distributed.step_agreement import StepAgreement, agreed_trouble, check_communication
 
 __all__ = [
     "TIMEOUT",
     "Arriving",
+    "BlockExchange",
     "PartialState",
     "Place",
     "Ranks",
-    "Sharing",
-    "Travel",
+    "StepAgreement",
     "agreed_trouble",
-    "asked_by_torch",
     "assign",
     "block_cost",
-    "block_of_shard",
     "check_communication",
-    "completed",
-    "cut_along",
+    "dtensor_from",
+    "factored_sizes",
     "fill_",
-    "full_is_asked_for",
     "full_state_dict",
     "gather_parts_",
-    "holders",
+    "gather_rows",
     "is_flat_shard",
     "is_receiver",
     "is_sharded",
@@ -56,5 +52,8 @@ __all__ = [
     "partial_state",
     "process_count",
     "ranks_of",
+    "shard_rows",
+    "sharded_mesh_dim",
+    "unshard_rows",
     "whole_from",
 ]

@@ -12,8 +12,8 @@ from torch import distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from isokron.distributed.ranks import Ranks
-from isokron.distributed.team import Elsewhere
+from isokron.distributed.process_group import Ranks
+from isokron.distributed.rank_tasks import RankFailed
 
 TIMEOUT = 3600.0  # seconds: one rank may train or write while all others wait
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -32,7 +32,7 @@ class Launched:
     def speaks(self, error: BaseException | None = None) -> bool:
         """Whether it is for this rank to tell of an error: one does, and not one that only has
         lost another which has its own to tell of."""
-        if isinstance(error, Elsewhere):
+        if isinstance(error, RankFailed):
             return False
         try:
             return self.store.add(COMPLAINTS, 1) == 1

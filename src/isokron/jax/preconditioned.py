@@ -1,7 +1,7 @@
 """The transformation that SOAP, Shampoo, Katie and Muon share.
 
 Observations are folded into statistics, statistics become an operator, and the operator is applied
-to a gradient: isokron.optim.engine, as a pure function. A method says what is its own.
+to a gradient: isokron.optim.preconditioned, as a pure function. A method says what is its own.
 """
 
 from collections.abc import Callable, Mapping
@@ -43,7 +43,7 @@ class Method(NamedTuple):
     init(rows, shape, dtype, group) → state; observe(grad, state, step, group) → what it changed;
     refresh(state, order of the blocks, step, group) → new operators; install(fresh, state) → all
     that they change, under the names in `operator`, up to a dot; direction(moment, state, step,
-    group) → the direction, and what it changed. The rest: as in isokron.optim.engine.
+    group) → the direction, and what it changed. The rest: as in isokron.optim.preconditioned.
     """
 
     init: Callable[[int, tuple[int, ...], Any, Group], State]

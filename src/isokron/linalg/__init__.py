@@ -5,13 +5,23 @@ from isokron.linalg.device_transfer import on_host, sent, surely_all
 from isokron.linalg.eigen import Lifted, eigenbasis, eigh, follow, lift, offdiagonal
 from isokron.linalg.norm_bound import norm_bound
 from isokron.linalg.polar import newton_schulz, quickest
+from isokron.linalg.products import (
+    along,
+    gram_,
+    halved,
+    mirror_,
+    multiply,
+    symmetric_product,
+    unfold,
+    unhalve_,
+)
 from isokron.linalg.roots import inverse_power, inverse_root
-from isokron.linalg.symmetric import gram_, halved, mirror_, symmetric_product, unfold, unhalve_
 from isokron.linalg.threads import compute_alone
 
 __all__ = [
     "Cholesky",
     "Lifted",
+    "along",
     "compute_alone",
     "eigenbasis",
     "eigh",
@@ -23,6 +33,7 @@ __all__ = [
     "inverse_root",
     "lift",
     "mirror_",
+    "multiply",
     "newton_schulz",
     "norm_bound",
     "offdiagonal",

@@ -1,6 +1,7 @@
 """Eigendecompositions of symmetric matrices with retries, and eigenbases that track a matrix."""
 
 import logging
+from collections import Counter
 from typing import NamedTuple
 
 import torch
@@ -16,12 +17,13 @@ logger = logging.getLogger(__name__)
 JITTERS = (1e-7, 1e-6, 1e-5)
 
 
-def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+def eigh(matrix: Tensor, retries: Counter[str] | None = None) -> tuple[Tensor, Tensor]:
     """A = Q diag(λ) Qᵀ, λ ascending. A: [..., n, n]; only the lower triangle is read.
 
     Half precision is computed and returned in float32. A matrix that fails is retried alone, in
-    float64, and in float64 with jitter. If A is not finite or every retry fails, its λ and Q are
-    NaN; other matrices of the batch are not affected.
+    float64, and in float64 with jitter; `retries` counts the matrices that each of them helped. If
+    A is not finite or every retry fails, its λ and Q are NaN; other matrices of the batch are not
+    affected.
     """
     if matrix.ndim < 2 or matrix.size(-2) != matrix.size(-1):
         raise ValueError(f"eigh needs matrices [..., n, n], got shape {tuple(matrix.shape)}")
@@ -38,7 +40,7 @@ def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
         lower = lower.masked_fill(~finite[..., None, None], 0.0)
     scale = power_of_two(peak)
     lower = lower / scale[..., None, None]
-    values, vectors = _decompose(lower)
+    values, vectors = _decompose(lower, Counter() if retries is None else retries)
     values = values * scale[..., None]
     if not all_finite:
         values = values.masked_fill(~finite[..., None], torch.nan)
@@ -100,7 +102,7 @@ def _follow(matrix: Tensor, basis: Tensor) -> Tensor:
     return torch.where(nonzero, torch.linalg.householder_product(*reflections), basis)
 
 
-def _decompose(scaled: Tensor) -> tuple[Tensor, Tensor]:
+def _decompose(scaled: Tensor, retries: Counter[str]) -> tuple[Tensor, Tensor]:
     try:
         if worth_threads(scaled):
             pairs = map_matrices(_checked_eigh, scaled)
@@ -108,7 +110,7 @@ def _decompose(scaled: Tensor) -> tuple[Tensor, Tensor]:
         return _checked_eigh(scaled)
     except LinAlgError:
         batch = scaled.flatten(0, -3) if scaled.ndim > 2 else scaled[None]
-        values, vectors = _retry(batch)
+        values, vectors = _retry(batch, retries)
         return values.view(scaled.shape[:-1]), vectors.view(scaled.shape)
 
 
@@ -121,7 +123,7 @@ def _checked_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return values, vectors
 
 
-def _retry(batch: Tensor) -> tuple[Tensor, Tensor]:
+def _retry(batch: Tensor, retries: Counter[str]) -> tuple[Tensor, Tensor]:
     """Decompose the matrices one by one, in float64 and with jitter where needed. [B, n, n]"""
     values = torch.full_like(batch[..., 0], torch.nan)
     vectors = torch.full_like(batch, torch.nan)
@@ -141,6 +143,7 @@ def _retry(batch: Tensor) -> tuple[Tensor, Tensor]:
             try:
                 shifted, vectors[i] = _checked_eigh(wide + delta * eye)
                 values[i] = shifted - delta
+                retries[name] += 1
             except LinAlgError:
                 failed.append(i)
         pending = failed

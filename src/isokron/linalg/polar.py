@@ -7,7 +7,7 @@ from torch import Tensor
 
 from isokron.kernels import verified
 from isokron.linalg.eigen import eigh, power_of_two
-from isokron.linalg.symmetric import symmetric_product
+from isokron.linalg.products import symmetric_product
 from isokron.polynomials import Choice, Coefficients, schedule
 
 METHODS = ("auto", "plain", "symmetric", "gram", "eigh", "reference")

@@ -6,8 +6,6 @@ from isokron.operators.factors import (
     Diagonal,
     Eigen,
     Identity,
-    along,
-    multiply,
 )
 from isokron.operators.kron import Factor, Kron, KronEigen, ScaledKron
 from isokron.operators.low_rank import (
@@ -31,10 +29,8 @@ __all__ = [
     "KronEigen",
     "LowRank",
     "ScaledKron",
-    "along",
     "centered_factor",
     "gram",
-    "multiply",
     "pieces",
     "storage_device",
     "store",

@@ -7,7 +7,8 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from isokron.operators.factors import CholeskyInverse, Dense, Diagonal, Eigen, Identity, multiply
+from isokron.linalg import multiply
+from isokron.operators.factors import CholeskyInverse, Dense, Diagonal, Eigen, Identity
 from isokron.operators.low_rank import LowRank
 
 Factor = Identity | Diagonal | Dense | CholeskyInverse | Eigen | LowRank

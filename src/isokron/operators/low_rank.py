@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
-from isokron.linalg import eigh, factorize
-from isokron.operators.factors import along, multiply
+from isokron.linalg import along, eigh, factorize, multiply
 
-POLICIES = ("all", "hybrid", "auto", "none")
+POLICIES = ("all", "hybrid", "auto", "dense")
 STORAGES = ("auto", "device", "host")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # A float32 covariance of this many outputs takes 1 GiB.

@@ -1,17 +1,15 @@
 """One engine, one file per optimizer."""
 
-from isokron.optim.adamw import AdamW
-from isokron.optim.describe import describe
-from isokron.optim.engine import Preconditioned
+from isokron.optim.adamw import AdamW, ShardedAdamW
 from isokron.optim.katie import Katie
+from isokron.optim.layout import Traits
 from isokron.optim.muon import Muon
-from isokron.optim.natural import NaturalGradient
-from isokron.optim.quad import Quad
-from isokron.optim.routing import param_groups
+from isokron.optim.natural_gradient import NaturalGradient
+from isokron.optim.param_groups import describe, param_groups
+from isokron.optim.preconditioned import Preconditioned
+from isokron.optim.quad_skew import Quad, Skew
 from isokron.optim.shampoo import Shampoo
-from isokron.optim.sharded import ShardedAdamW
 from isokron.optim.sign import SignDescent
-from isokron.optim.skew import Skew
 from isokron.optim.soap import SOAP
 
 __all__ = [
@@ -26,6 +24,7 @@ __all__ = [
     "ShardedAdamW",
     "SignDescent",
     "Skew",
+    "Traits",
     "describe",
     "param_groups",
 ]

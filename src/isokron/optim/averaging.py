@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isokron.optim.groups import learning_rate, state_dtype
+from isokron.optim.settings import learning_rate, state_dtype
 
 
 class Averages:

@@ -1,39 +1,34 @@
-"""How a parameter of any shape becomes blocks, and how equal blocks become one batch."""
+"""Equal blocks of parameters as one batch: how they are read, and how steps are written.
 
-from collections.abc import Sequence
+Blocks that are neighbours in their parameter are read and written as one strided view, so that the
+cost of a step in Python does not grow with the number of blocks.
+"""
+
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, groupby
 from math import prod
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from isokron.block_layout import Block, cut_blocks, is_matrix, split_sizes
+from isokron.block_layout import Block
+from isokron.distributed import Arriving, BlockExchange, local
 from isokron.linalg import sent
+from isokron.optim.settings import decay_rate, learning_rate
 
-if TYPE_CHECKING:
-    from isokron.optim.shared import Shared
+# Elements below which looking up a tensor takes longer than copying it.
+SMALL = 1 << 12
 
-__all__ = [
-    "Batch",
-    "Block",
-    "Observed",
-    "Row",
-    "Tile",
-    "cut_blocks",
-    "is_matrix",
-    "split_sizes",
-    "tiles_of",
-]
-
-SMALL = 1 << 12  # elements, of which finding a tensor takes longer than copying it
+# (parameter, number of its part) → the part and a copy of it that blocks can be viewed in
+Copies = dict[tuple[Tensor, int], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
-class Row:
+class BatchRow:
     """One row of a batch: the `number`-th block of a parameter."""
 
     param: Tensor
@@ -42,11 +37,14 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Tile:
+class BlockView:
     """Rows of a batch that are neighbours in their parameter, read and written as one tensor.
 
-    `first`: of the rows. `block`: what they cover. `counts`: how many there are along each
-    dimension.
+    Args:
+        param: the parameter.
+        first: the number of its first row.
+        block: what all of the rows cover.
+        counts: how many rows there are along each dimension.
     """
 
     param: Tensor
@@ -59,186 +57,249 @@ class Tile:
         return range(self.first, self.first + prod(self.counts))
 
     @cached_property
-    def whole(self) -> bool:
-        """Whether it is one block, which is the parameter as it stands."""
+    def is_param(self) -> bool:
+        """Whether it is one block which is the parameter as it stands."""
         block, shape = self.block, tuple(self.param.shape)
         return prod(self.counts) == 1 and not block.index and shape == block.merged == block.shape
 
-    def cells(self, covered: Tensor) -> Tensor:
-        """What the block covers, as its rows. [*counts, ...]; of one row: [...]"""
+    def split(self, tensor: Tensor) -> Tensor:
+        """View a tensor of the block's shape as its rows: [*counts, ...], or [...] if it is one."""
         if len(self.rows) == 1:
-            return covered
-        sizes = [size // n for size, n in zip(covered.shape, self.counts, strict=True)]
+            return tensor
+        sizes = [size // n for size, n in zip(tensor.shape, self.counts, strict=True)]
         pairs = zip(self.counts, sizes, strict=True)
-        axes = range(2 * covered.ndim)
-        return covered.view(*chain.from_iterable(pairs)).permute(*axes[::2], *axes[1::2])
+        axes = range(2 * tensor.ndim)
+        return tensor.view(*chain.from_iterable(pairs)).permute(*axes[::2], *axes[1::2])
 
     def read(self, tensor: Tensor) -> Tensor:
-        """Of a tensor like the parameter, copied only where it must be. [B, ...]"""
-        cells = self.cells(self.block.read(tensor))
-        return cells.reshape(-1, *cells.shape[len(self.counts) if len(self.rows) > 1 else 0 :])
+        """The rows of a tensor like the parameter, copied only where they must be. [B, ...]"""
+        block = self.block
+        rows = self.split(tensor[block.index].reshape(block.merged)[block.cut])
+        return rows.reshape(-1, *rows.shape[len(self.counts) if len(self.rows) > 1 else 0 :])
+
+    def writable(self, copies: Copies) -> Tensor:
+        """The rows as a view of the parameter, or of a copy that `write_back` writes."""
+        if self.is_param and type(self.param) is nn.Parameter:
+            return self.param
+        return self.split(writable(self.param, self.block, copies))
 
 
-def tiles_of(rows: Sequence[Row]) -> list[Tile]:
-    """Rows, in their order, as few tiles."""
-    tiles: list[Tile] = []
+def writable(param: Tensor, block: Block, copies: Copies) -> Tensor:
+    """A block of a parameter, or of a copy kept for the step where it has no view."""
+    tensor = param if type(param) is nn.Parameter else local(param)
+    try:
+        return tensor[block.index].view(block.merged)[block.cut]
+    except RuntimeError:  # strides that do not merge, such as channels_last
+        part = tensor[block.index]
+        _, copy = copies.setdefault((param, block.part), (part, part.reshape(block.merged)))
+        return copy[block.cut]
+
+
+def write_back(copies: Copies) -> None:
+    """Write the parameters whose blocks were written in copies."""
+    for part, copy in copies.values():
+        part.copy_(copy.view(part.shape))
+
+
+def views_of(rows: Sequence[BatchRow]) -> list[BlockView]:
+    """Rows, in their order, as few views."""
+    views: list[BlockView] = []
     first = 0
-    for _, several in groupby(rows, lambda row: (id(row.param), row.block.part)):
-        found = [Tile(row.param, 0, row.block, (1,) * len(row.block.merged)) for row in several]
-        for axis in reversed(range(len(found[0].counts))):
-            joined = found[:1]
-            for tile in found[1:]:
-                joined[-1:] = _joined(joined[-1], tile, axis)
-            found = joined
-        for tile in found:
-            tiles.append(replace(tile, first=first))
-            first += len(tile.rows)
-    return tiles
+    for _, of_part in groupby(rows, lambda row: (id(row.param), row.block.part)):
+        merged = [BlockView(row.param, 0, row.block, (1,) * len(row.block.cut)) for row in of_part]
+        # neighbours along the last dimension follow each other, so it is joined first
+        for axis in reversed(range(len(merged[0].counts))):
+            joined = merged[:1]
+            for view in merged[1:]:
+                joined[-1:] = _joined(joined[-1], view, axis)
+            merged = joined
+        for view in merged:
+            views.append(replace(view, first=first))
+            first += len(view.rows)
+    return views
 
 
-def _joined(one: Tile, next_: Tile, axis: int) -> list[Tile]:
-    """Both as one where they are neighbours along an axis and alike along the others."""
-    cut, more = list(one.block.cut), list(next_.block.cut)
-    each = (cut[axis].stop - cut[axis].start) // one.counts[axis]
-    span = slice(cut[axis].start, more[axis].stop)
+def _joined(one: BlockView, following: BlockView, axis: int) -> list[BlockView]:
+    """Both views as one if they are neighbours along an axis and equal along the others."""
+    cut, next_cut = list(one.block.cut), list(following.block.cut)
+    length = (cut[axis].stop - cut[axis].start) // one.counts[axis]
+    span = slice(cut[axis].start, next_cut[axis].stop)
     counts = list(one.counts)
-    adjoins = cut[axis].stop == more[axis].start and each * next_.counts[axis] == (
-        more[axis].stop - more[axis].start
+    adjoins = cut[axis].stop == next_cut[axis].start and length * following.counts[axis] == (
+        next_cut[axis].stop - next_cut[axis].start
     )
-    counts[axis] += next_.counts[axis]
-    cut[axis] = more[axis] = span
-    alike = all(i == axis or n == next_.counts[i] for i, n in enumerate(counts))
-    if not (adjoins and alike and cut == more):
-        return [one, next_]
+    counts[axis] += following.counts[axis]
+    cut[axis] = next_cut[axis] = span
+    alike = all(i == axis or n == following.counts[i] for i, n in enumerate(counts))
+    if not (adjoins and alike and cut == next_cut):
+        return [one, following]
     block = Block(one.block.part, one.block.index, one.block.merged, tuple(cut))
-    return [Tile(one.param, one.first, block, tuple(counts))]
+    return [BlockView(one.param, one.first, block, tuple(counts))]
 
 
 class Batch:
     """Equal blocks of one group, worked on as one tensor [B, ...].
 
-    Its rows are fixed when it is built: a missing gradient leaves a row out of a step and never
-    shifts the others. `step` counts, per row, the gradients it has seen, `phase` says by how many
-    steps its refreshes are shifted, `failures` how many have failed in a row, `refreshed` whether
-    one has ever made an operator; they stay on the CPU so that asking what is due never waits for a
-    device. `coming`: operators whose refresh has begun and does not count yet, under the names they
-    have in `state`; `jobs`: who is at work on them.
-    `shared`: where other processes have rows of this batch too, all of them; `rows` are then those
-    owned here, perhaps none.
+    Its rows are fixed: a missing gradient leaves a row out of a step and never shifts the others.
+    Counters stay on the CPU, so that asking what is due never waits for a device.
+
+    Args:
+        rows: the blocks that this process owns, perhaps none.
+        dtype: of the state.
+        shape: of a block.
+        device: of the blocks.
+        exchange: all blocks of the batch, where other processes own some of them.
     """
 
-    def __init__(self, rows: list[Row], dtype: torch.dtype, shared: "Shared | None" = None) -> None:
-        self.rows, self.shared = rows, shared
-        some = rows[0] if shared is None else shared.rows[0]
-        self.shape = some.block.shape
-        self.device = some.param.device
-        self.dtype = dtype
-        self.step = torch.zeros(len(rows), dtype=torch.float32, device="cpu")
-        self.phase = torch.zeros(len(rows), dtype=torch.int64, device="cpu")
-        self.failures = torch.zeros(len(rows), dtype=torch.int64, device="cpu")
-        self.refreshed = torch.zeros(len(rows), dtype=torch.bool, device="cpu")
+    def __init__(
+        self,
+        rows: list[BatchRow],
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        device: torch.device,
+        exchange: BlockExchange | None = None,
+    ) -> None:
+        self.rows, self.exchange = rows, exchange
+        self.shape, self.device, self.dtype = shape, device, dtype
+        count = len(rows)
+        self.step = torch.zeros(count, dtype=torch.float32, device="cpu")  # gradients seen
+        self.phase = torch.zeros(count, dtype=torch.int64, device="cpu")  # shifts refreshes
+        self.failures = torch.zeros(count, dtype=torch.int64, device="cpu")  # refreshes, in a row
+        self.refreshes = False  # whether there is an operator to refresh
+        # 1 where a refresh has ever made an operator; saved with the state
+        self.refreshed = torch.zeros(count, dtype=torch.float32, device="cpu")
         self.state: dict[str, Tensor] = {}
+        # operators whose refresh has begun and does not count yet, by their names in `state`
         self.coming: dict[str, Tensor] = {}
-        self.jobs: dict[int, Future[dict[int, Tensor]]] = {}
+        self.jobs: dict[int, Future[dict[int, Tensor]]] = {}  # by row: the refreshes under way
+        self.pending: set[int] = set()  # rows whose refresh was under way in a loaded checkpoint
 
     @cached_property
-    def tiles(self) -> list[Tile]:
-        return tiles_of(self.rows)
+    def views(self) -> list[BlockView]:
+        return views_of(self.rows)
 
     @cached_property
-    def small(self) -> bool:
-        """Whether its rows are many whole parameters of few elements and its dtype: finding each
-        takes longer than working on it."""
-        tiles = self.tiles if self.shared is None and prod(self.shape) <= SMALL else []
-        whole = all(tile.whole and tile.param.dtype is self.dtype for tile in tiles)
-        return len(tiles) > 1 and whole
+    def is_small(self) -> bool:
+        """Whether its rows are many whole parameters of few elements, in the batch's dtype."""
+        views = self.views if self.exchange is None and prod(self.shape) <= SMALL else []
+        return len(views) > 1 and all(v.is_param and v.param.dtype is self.dtype for v in views)
 
     @cached_property
-    def _all(self) -> Tensor:
+    def all_rows(self) -> Tensor:
         return torch.arange(len(self.rows), device="cpu")
 
-    def numbers(self, tiles: Sequence[Tile]) -> Tensor:
-        """Of the rows of tiles, on the CPU. [B]"""
-        if len(tiles) == len(self.tiles):
-            return self._all
-        return torch.tensor([row for tile in tiles for row in tile.rows], device="cpu")
+    def present(self) -> list[BlockView]:
+        """The views whose parameter has a gradient in this step."""
+        return [view for view in self.views if view.param.grad is not None]
+
+    def row_numbers(self, views: Sequence[BlockView]) -> Tensor:
+        """The numbers of the rows of views, on the CPU. [B]"""
+        if len(views) == len(self.views):
+            return self.all_rows
+        return torch.tensor([row for view in views for row in view.rows], device="cpu")
 
     def index(self, rows: Sequence[int]) -> Tensor:
-        """Numbers of rows as an index on the batch's device, sent there without waiting for it."""
+        """Numbers of rows as an index on the batch's device."""
         return sent(torch.tensor(rows, device="cpu"), self.device)
 
     def zeros(self) -> Tensor:
         return torch.zeros(len(self.rows), *self.shape, dtype=self.dtype, device=self.device)
-
-    def _none(self) -> Tensor:
-        return torch.empty(0, dtype=self.dtype, device=self.device)
 
     def eyes(self, size: int, dtype: torch.dtype | None = None) -> Tensor:
         """An identity matrix a row. [B, size, size]"""
         eye = torch.eye(size, dtype=dtype or self.dtype, device=self.device)
         return eye.repeat(len(self.rows), 1, 1)
 
-    def stored(self) -> dict[str, Tensor]:
-        """All that a checkpoint holds of the rows, `step` aside."""
-        return {**self.state, **{f"next.{key}": value for key, value in self.coming.items()}}
+    def gradients(self, views: Sequence[BlockView]) -> Tensor:
+        """The gradients of views that have one. [B, ...]"""
+        if self.exchange is not None:
+            return self.exchange.take("grad", self.dtype, self.device)
+        return self._stack([v.param.grad for v in views if v.param.grad is not None], views)
 
-    def _stack(self, tensors: Sequence[Tensor], tiles: Sequence[Tile]) -> Tensor:
-        """The rows of tiles, read from tensors like their parameters, in the batch's dtype."""
-        if self.small:
-            return torch.stack(list(tensors)).to(self.dtype)
-        read = [tile.read(tensor) for tile, tensor in zip(tiles, tensors, strict=True)]
-        return (read[0] if len(read) == 1 else torch.cat(read)).to(self.dtype)
-
-    def gradients(self, tiles: Sequence[Tile]) -> Tensor:
-        """Of tiles that have one. [B, ...]"""
-        if self.shared is not None:
-            return self.shared.arrived("grad", self._none())
-        grads = [grad for tile in tiles if (grad := tile.param.grad) is not None]
-        return self._stack(grads, tiles)
-
-    def weights(self, tiles: Sequence[Tile]) -> Tensor:
+    def weights(self, views: Sequence[BlockView]) -> Tensor:
         """[B, ...]"""
-        if self.shared is not None:
-            return self.shared.arrived("weight", self._none())
-        return self._stack([tile.param for tile in tiles], tiles)
+        if self.exchange is not None:
+            return self.exchange.take("weight", self.dtype, self.device)
+        return self._stack([view.param for view in views], views)
 
-    def turns(self, numbers: Tensor) -> Tensor:
-        """Of these rows: the gradients they have seen, less their phase. [B]"""
+    def _stack(self, tensors: Sequence[Tensor], views: Sequence[BlockView]) -> Tensor:
+        """The rows of views of tensors like their parameters, in the batch's dtype."""
+        if self.is_small:
+            return torch.stack(list(tensors)).to(self.dtype)
+        rows = [view.read(tensor) for view, tensor in zip(views, tensors, strict=True)]
+        return (rows[0] if len(rows) == 1 else torch.cat(rows)).to(self.dtype)
+
+    def turns(self, rows: Tensor) -> Tensor:
+        """How many gradients rows have seen, less the steps their refreshes are shifted by. [B]"""
         turns = self.step - self.phase
-        return turns if numbers is self._all else turns[numbers]
+        return turns if rows is self.all_rows else turns[rows]
 
-    def rows_of(self, tiles: Sequence[Tile]) -> list[Row]:
-        return [self.rows[i] for tile in tiles for i in tile.rows]
-
-    def present(self) -> list[Tile]:
-        """Tiles whose parameter has a gradient in this step."""
-        return [tile for tile in self.tiles if tile.param.grad is not None]
-
-    def select(self, rows: Tensor | None) -> dict[str, Tensor]:
-        """The state of some rows (copies), or of all (the state itself)."""
-        if rows is None:
-            return dict(self.state)
-        return {key: value[rows] for key, value in self.state.items()}
-
-    def put_(self, state: dict[str, Tensor], rows: Tensor | None) -> None:
-        """Write back what `select` gave and a step has changed."""
-        for key, value in self.state.items():
-            if rows is not None:
-                value[rows] = state[key]
-            elif state[key] is not value:
-                value.copy_(state[key])
+    def saved(self) -> dict[str, Tensor]:
+        """What a checkpoint has of every row beside `step`: tensors [B, ...]."""
+        coming = {f"next.{key}": value for key, value in self.coming.items()}
+        refreshed = {"refreshed": self.refreshed} if self.refreshes else {}
+        return {**self.state, **refreshed, **coming}
 
 
 @dataclass
-class Observed:
-    """A batch whose gradients have been observed, or that has none here (`grad` None).
+class BatchStep:
+    """A batch in a step: the rows that have gradients, their state, and what becomes of them.
 
-    `tiles`: those that step; `numbers`: of their rows; `at`: the same as an index, None for all.
+    `views` is empty where other processes own all blocks that step. `rows`: numbers of the rows;
+    `index`: the same on the device, None for all rows. `state`: of these rows.
     """
 
     batch: Batch
-    tiles: list[Tile] = field(default_factory=list)
-    numbers: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    at: Tensor | None = None
+    views: list[BlockView] = field(default_factory=list)
+    rows: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    index: Tensor | None = None
     state: dict[str, Tensor] = field(default_factory=dict)
-    grad: Tensor | None = None  # [B, ...]
+    grad: Tensor = field(default_factory=lambda: torch.empty(0))  # [B, ...]
+    direction: Tensor = field(default_factory=lambda: torch.empty(0))  # [B, ...]
+    arriving: Arriving | None = None
+
+    @property
+    def batch_rows(self) -> list[BatchRow]:
+        return [self.batch.rows[i] for view in self.views for i in view.rows]
+
+    def store_state_(self) -> None:
+        """Write the state of the rows that stepped back to the batch."""
+        for key, value in self.batch.state.items():
+            if self.index is not None:
+                value[self.index] = self.state[key]
+            elif self.state[key] is not value:
+                value.copy_(self.state[key])
+
+    def write_(self, group: Mapping[str, Any], copies: Copies) -> None:
+        """W ← W(1 − lr·λ) − lr·P"""
+        lr, decay = learning_rate(group), decay_rate(group)
+        batch = self.batch
+        if batch.exchange is not None and self.arriving is not None:
+            blocks = [writable(param, block, copies) for param, block in batch.exchange.targets()]
+            _descend_(blocks, self.arriving.take(), lr, decay)
+        elif batch.is_small:
+            weights = batch.weights(self.views)
+            _descend_([weights], [self.direction], lr, decay)
+            torch._foreach_copy_([view.param for view in self.views], list(weights.unbind()))
+        else:
+            blocks = [view.writable(copies) for view in self.views]
+            _descend_(blocks, self._directions_of_views(), lr, decay)
+
+    def _directions_of_views(self) -> list[Tensor]:
+        if len(self.views) == len(self.direction):
+            return list(self.direction.unbind())
+        parts = self.direction.split([len(view.rows) for view in self.views])
+        return [
+            part.view(*view.counts, *part.shape[1:]) if len(view.rows) > 1 else part[0]
+            for view, part in zip(self.views, parts, strict=True)
+        ]
+
+
+def _descend_(blocks: list[Tensor], directions: list[Tensor], lr: Any, decay: Any) -> None:
+    if not blocks:
+        return
+    if decay:
+        torch._foreach_mul_(blocks, 1 - lr * decay)
+    if isinstance(lr, Tensor):
+        directions, lr = list(torch._foreach_mul(directions, lr)), 1.0
+    torch._foreach_sub_(blocks, directions, alpha=lr)

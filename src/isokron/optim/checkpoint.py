@@ -1,18 +1,31 @@
-"""State that is taken over as it is: no casts, no reordering, errors that name the key."""
+"""Optimizer state that is saved and loaded to the bit, with errors that name the key."""
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from isokron.distributed import fill_
-from isokron.optim.groups import param_name
-from isokron.optim.plan import Plan
+from isokron.distributed import (
+    BlockExchange,
+    dtensor_from,
+    fill_,
+    gather_rows,
+    is_sharded,
+    local,
+    shard_rows,
+    unshard_rows,
+)
+from isokron.optim.blocks import Batch
+from isokron.optim.layout import GroupLayout
+from isokron.optim.refresh import is_under_way
+from isokron.optim.settings import param_name
+
+Entry = Mapping[str, Any]
 
 
-class _Kept:
+class _Shielded:
     """A value hidden from torch's loader, which would cast it to its parameter's dtype."""
 
     def __init__(self, value: Any) -> None:
@@ -20,12 +33,10 @@ class _Kept:
 
 
 @contextmanager
-def taking_over(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """While torch loads a state: it comes as it was saved, or all stays as it is.
-
-    The hook is registered last, so that it runs after the user's own.
-    """
-    handle = optimizer.register_load_state_dict_pre_hook(shield)
+def loading(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """While torch loads a state dict: values are not cast, and an error leaves all as it was."""
+    # registered last, so that it runs after the user's own hooks
+    handle = optimizer.register_load_state_dict_pre_hook(_shield)
     before = {"state": optimizer.state, "param_groups": optimizer.param_groups}
     try:
         yield
@@ -36,118 +47,209 @@ def taking_over(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         handle.remove()
 
 
-def shield(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A load_state_dict pre-hook: hide state from casting, keep settings the checkpoint lacks."""
-    hidden = {
-        param: {key: _Kept(value) for key, value in entry.items()}
+def _shield(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A load_state_dict pre-hook: hide values from casting, keep settings the checkpoint lacks."""
+    state = {
+        param: {key: _Shielded(value) for key, value in entry.items()}
         for param, entry in state_dict["state"].items()
     }
-    saved, mine = state_dict["param_groups"], optimizer.param_groups
-    sizes = [[len(group["params"]) for group in groups] for groups in (saved, mine)]
+    saved, current = state_dict["param_groups"], optimizer.param_groups
+    sizes = [[len(group["params"]) for group in groups] for groups in (saved, current)]
     if sizes[0] != sizes[1]:
         raise ValueError(
             f"{type(optimizer).__name__}: the checkpoint has groups of {sizes[0]} parameters, this "
             f"optimizer of {sizes[1]}; make it from the same model and groups, with or without "
             "isokron.param_groups and its overrides"
         )
-    kept = [{k: v for k, v in group.items() if k != "params"} for group in mine]
     merged = [
-        {**old, **{key: _meant(value) for key, value in new.items()}}
-        for old, new in zip(kept, saved, strict=True)
-    ]
-    return {**state_dict, "state": hidden, "param_groups": merged}
-
-
-def spelt(state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The groups with dtypes by name: what gathers a full state dict in torch knows no dtypes."""
-    return [
         {
-            key: str(value) if isinstance(value, torch.dtype) else value
-            for key, value in each.items()
+            **{k: v for k, v in old.items() if k != "params"},
+            **{k: _dtype(v) for k, v in new.items()},
         }
-        for each in state_dict["param_groups"]
+        for old, new in zip(current, saved, strict=True)
+    ]
+    return {**state_dict, "state": state, "param_groups": merged}
+
+
+def unshield(state: MutableMapping[Tensor, Any]) -> bool:
+    """Undo `_shield`; whether there was anything to undo."""
+    shielded = [
+        param
+        for param, entry in state.items()
+        if any(isinstance(v, _Shielded) for v in entry.values())
+    ]
+    for param in shielded:
+        state[param] = {key: value.value for key, value in state[param].items()}
+    return bool(shielded)
+
+
+def with_dtype_names(groups: Sequence[Entry]) -> list[dict[str, Any]]:
+    """Groups with dtypes by name: torch's full state dicts may hold no dtypes."""
+    return [
+        {k: str(v) if isinstance(v, torch.dtype) else v for k, v in group.items()}
+        for group in groups
     ]
 
 
-def _meant(value: Any) -> Any:
-    """Undo `spelt`."""
+def _dtype(value: Any) -> Any:
+    """Undo `with_dtype_names` for one value."""
     if isinstance(value, str) and value.startswith("torch."):
         return getattr(torch, value.removeprefix("torch."))
     return value
 
 
-def unshield(state: MutableMapping[Tensor, Any]) -> bool:
-    """Undo `shield`; whether there was anything to undo."""
-    kept = [param for param, entry in state.items() if _is_kept(entry)]
-    for param in kept:
-        state[param] = {key: value.value for key, value in state[param].items()}
-    return bool(kept)
+def state_facts(
+    optimizer: str,
+    groups: Sequence[Entry],
+    layouts: Sequence[GroupLayout],
+    members_of: Callable[[Tensor], tuple[int, ...]],
+) -> dict[tuple[int, ...], list[tuple[str, Any]]]:
+    """What ranks must agree on: the steps and keys of every shared parameter, by its ranks."""
+    facts: dict[tuple[int, ...], list[tuple[str, Any]]] = {}
+    for group, layout in zip(groups, layouts, strict=True):
+        entries, shared = layout.entries(), _shared_keys(layout)
+        for i, param in enumerate(group["params"]):
+            members = members_of(param)
+            if members and param in entries:
+                keys = sorted(entries[param].keys() | shared.get(param, set()))
+                about = f"{float(entries[param]['step']):g} steps, {' '.join(keys)}"
+                name = f"{optimizer}: state of parameter {param_name(group, i)}"
+                facts.setdefault(members, []).append((name, about))
+    return facts
 
 
-def _is_kept(entry: Mapping[str, Any]) -> bool:
-    return any(isinstance(value, _Kept) for value in entry.values())
+Entries = Iterator[tuple[Tensor, str, Tensor]]  # parameter, key, value
 
 
-def adopt(plan: Plan, state: Mapping[Tensor, Any], group: Mapping[str, Any], who: str) -> None:
-    """Copy what state there is into the plan's batches and lists; what is new starts afresh."""
-    for _, where, saved, wanted in _pairs(plan, state, group, who):
-        for key in set(saved) & set(wanted):
-            shape = torch.as_tensor(saved[key]).shape
-            if shape != wanted[key].shape:
-                raise ValueError(
-                    f"{where}: {key!r} has shape {tuple(shape)} in the state and "
-                    f"{tuple(wanted[key].shape)} here; the blocks or the model differ"
-                )
-    for batch in plan.batches:
-        for i, row in enumerate(batch.rows):
-            saved = _own(state.get(row.param) or {}, adamw=False)
-            batch.step[i] = float(saved.get("step", 0))
-            for key, value in batch.stored().items():
-                if f"{key}.{row.number}" in saved:
-                    value[i].copy_(saved[f"{key}.{row.number}"])
-                elif key.startswith("next."):  # nothing has begun: what is there goes on
-                    value[i].copy_(batch.state[key.removeprefix("next.")][i])
-        if batch.shared is not None:
-            for i, row in enumerate(batch.shared.rows):
-                saved = _own(state.get(row.param) or {}, adamw=False)
-                batch.shared.step[i] = float(saved.get("step", 0))
-    for fused in plan.fused:
-        fused.adopt_([_own(state.get(param) or {}, adamw=True) for param in fused.params])
-    if plan.averages is not None:
-        for i, param in enumerate(plan.averages.params):
+def sharded_entries(layouts: Sequence[GroupLayout]) -> Entries:
+    """The state of blocks that ranks share, as DTensors over them. All ranks must call it."""
+    for exchange, key, stacked in _shared_state(layouts):
+        rows = zip(
+            exchange.params,
+            exchange.numbers,
+            exchange.places,
+            shard_rows(exchange, stacked),
+            strict=True,
+        )
+        for param, number, place, chunk in rows:
+            shape = stacked.shape[1:]
+            value = dtensor_from(chunk, shape, param, place) if shape else chunk
+            yield param, f"{key}.{number}", value
+
+
+def full_entries(layouts: Sequence[GroupLayout]) -> Entries:
+    """The state of blocks that ranks share, whole. All ranks must call it."""
+    for exchange, key, stacked in _shared_state(layouts):
+        for i, row in gather_rows(exchange, stacked):
+            yield exchange.params[i], f"{key}.{exchange.numbers[i]}", row
+
+
+def _shared_state(
+    layouts: Sequence[GroupLayout],
+) -> Iterator[tuple[BlockExchange, str, Tensor]]:
+    for batch in (batch for layout in layouts for batch in layout.batches):
+        if batch.exchange is not None and batch.exchange.ranks.size > 1:
+            for key, stacked in batch.saved().items():
+                yield batch.exchange, key, stacked
+
+
+def load_(
+    layout: GroupLayout, state: Mapping[Tensor, Any], group: Mapping[str, Any], optimizer: str
+) -> None:
+    """Copy saved state into the tensors of a layout; what has none starts afresh."""
+    _check_shapes(layout, state, group, optimizer)
+    for batch in layout.batches:
+        _load_batch_(batch, state, group)
+    for params in layout.adamw:
+        params.adopt_([_state_of(state.get(param), adamw=True) for param in params.params])
+    if layout.averages is not None:
+        for i, param in enumerate(layout.averages.params):
             saved = state.get(param) or {}
-            for key, value in plan.averages.entry(i).items():
+            for key, value in layout.averages.entry(i).items():
                 if key in saved:
                     fill_(value, torch.as_tensor(saved[key]))
 
 
-def _own(saved: Mapping[str, Any], adamw: bool) -> Mapping[str, Any]:
-    """A parameter's state; none where it is another stepper's: counts go with what was counted."""
-    others = any("." in key for key in saved) if adamw else "exp_avg" in saved
-    return {} if others else saved
+def _load_batch_(batch: Batch, state: Mapping[Tensor, Any], group: Mapping[str, Any]) -> None:
+    exchange = batch.exchange
+    saved = [_state_of(state.get(row.param), adamw=False) for row in batch.rows]
+    for i, entry in enumerate(saved):
+        batch.step[i] = float(entry.get("step", 0))
+    if exchange is not None:
+        shared = [_state_of(state.get(param), adamw=False) for param in exchange.params]
+        exchange.step[:] = torch.tensor([float(entry.get("step", 0)) for entry in shared])
+    for key, stacked in batch.saved().items():
+        if exchange is not None:
+            keys = [f"{key}.{number}" for number in exchange.numbers]
+            values = [entry.get(k) for entry, k in zip(shared, keys, strict=True)]
+            if all(value is not None and is_sharded(value) for value in values):
+                chunks = [local(value) for value in values if value is not None]
+                stacked.copy_(unshard_rows(exchange, chunks, stacked))
+                continue
+        for i, (row, entry) in enumerate(zip(batch.rows, saved, strict=True)):
+            if f"{key}.{row.number}" in entry:
+                stacked[i].copy_(entry[f"{key}.{row.number}"])
+    if batch.coming and any(key.startswith("next.") for entry in saved for key in entry):
+        turns = batch.turns(batch.all_rows).tolist()
+        batch.pending = {i for i, turn in enumerate(turns) if is_under_way(int(turn), group)}
 
 
-def check_keys(plan: Plan, state: Mapping[Tensor, Any], group: Mapping[str, Any], who: str) -> None:
+def _state_of(saved: Entry | None, adamw: bool) -> Entry:
+    """A parameter's state; {} where it was stepped by AdamW and now is not, or the reverse."""
+    saved = saved or {}
+    differs = any("." in key for key in saved) if adamw else "exp_avg" in saved
+    return {} if differs else saved
+
+
+def _check_shapes(
+    layout: GroupLayout, state: Mapping[Tensor, Any], group: Mapping[str, Any], optimizer: str
+) -> None:
+    for _, where, saved, expected in _pairs(layout, state, group, optimizer):
+        for key in saved.keys() & expected.keys():
+            shape = torch.as_tensor(saved[key]).shape
+            if shape != expected[key].shape:
+                raise ValueError(
+                    f"{where}: {key!r} has shape {tuple(shape)} in the state and "
+                    f"{tuple(expected[key].shape)} here; the blocks or the model differ"
+                )
+
+
+def check_keys(
+    layout: GroupLayout, state: Mapping[Tensor, Any], group: Mapping[str, Any], optimizer: str
+) -> None:
     """Refuse a checkpoint of another optimizer, other settings or other blocks."""
-    others = plan.elsewhere()
-    for param, where, saved, wanted in _pairs(plan, state, group, who):
-        differing = sorted((set(saved) ^ set(wanted)) - (others.get(param, set()) - set(wanted)))
+    shared = _shared_keys(layout)
+    for param, where, saved, expected in _pairs(layout, state, group, optimizer):
+        differing = set(saved) ^ set(expected)
+        differing -= shared.get(param, set()) - set(expected)
+        # only of delayed refreshes, which may be switched on or off
+        differing = {key for key in differing if not key.startswith("next.")}
         if differing:
-            key = differing[0]
-            lies = "missing from the checkpoint" if key in wanted else "not part of this state"
+            key = min(differing)
+            problem = "missing from the checkpoint" if key in expected else "not part of this state"
             raise ValueError(
-                f"{where}: {key!r} is {lies} (the checkpoint has {', '.join(sorted(saved))}; this "
-                f"optimizer {', '.join(sorted(wanted))}); load it into the optimizer, settings "
-                "and model that saved it"
+                f"{where}: {key!r} is {problem} (the checkpoint has {', '.join(sorted(saved))}; "
+                f"this optimizer {', '.join(sorted(expected))}); load it into the optimizer, "
+                "settings and model that saved it"
             )
 
 
+def _shared_keys(layout: GroupLayout) -> dict[Tensor, set[str]]:
+    """By parameter, the keys of all its blocks, whichever rank owns them."""
+    keys: dict[Tensor, set[str]] = {}
+    for batch in layout.batches:
+        if batch.exchange is not None:
+            for param, number in zip(batch.exchange.params, batch.exchange.numbers, strict=True):
+                keys.setdefault(param, set()).update(f"{key}.{number}" for key in batch.saved())
+    return keys
+
+
 def _pairs(
-    plan: Plan, state: Mapping[Tensor, Any], group: Mapping[str, Any], who: str
-) -> Iterator[tuple[Tensor, str, Mapping[str, Any], Mapping[str, Tensor]]]:
-    """Per parameter that has state: itself, how an error calls it, its state, and the plan's."""
-    wanted = plan.entries()
+    layout: GroupLayout, state: Mapping[Tensor, Any], group: Mapping[str, Any], optimizer: str
+) -> Iterator[tuple[Tensor, str, Entry, Mapping[str, Tensor]]]:
+    """For every parameter with state: itself, its name in errors, its saved and expected state."""
+    expected = layout.entries()
     for i, param in enumerate(group["params"]):
-        if state.get(param) and param in wanted:
-            where = f"{who}: state of parameter {param_name(group, i)}"
-            yield param, where, state[param], wanted[param]
+        if state.get(param) and param in expected:
+            where = f"{optimizer}: state of parameter {param_name(group, i)}"
+            yield param, where, state[param], expected[param]

@@ -1,8 +1,8 @@
-"""Katie: diagonal variances times Kronecker correlations."""
+"""Katie: diagonal variances times Kronecker correlations (docs/katie.md)."""
 
 from collections.abc import Mapping
 from math import prod
-from typing import Any, Unpack
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -11,90 +11,93 @@ from isokron.exponents import Exponent, exponents
 from isokron.linalg import inverse_root
 from isokron.operators import Dense, Identity, Kron, ScaledKron
 from isokron.optim.blocks import Batch
-from isokron.optim.covariances import (
+from isokron.optim.layout import Traits
+from isokron.optim.moments import (
+    corrected,
     debiased,
-    known_only,
+    graft,
     observe_side_,
-    preconditioned_sides,
+    second_moment_,
     sides_of,
+    where_observed,
     zero_covariances,
 )
-from isokron.optim.engine import Params, Preconditioned
-from isokron.optim.grafting import graft
-from isokron.optim.groups import check_factors, check_number
-from isokron.optim.moments import corrected, second_moment_
-from isokron.optim.settings import HeavyBall
+from isokron.optim.preconditioned import Params, Preconditioned
+from isokron.optim.settings import (
+    Average,
+    Graft,
+    Nonfinite,
+    Refresh,
+    check_choices,
+    check_factors,
+    check_number,
+    checked_keywords,
+    keywords_of,
+)
 
-FORMS = ("sequential", "symmetric")
-STATISTICS = ("correlation", "raw")
+CHOICES = {"form": ("sequential", "symmetric"), "statistic": ("correlation", "raw")}
+GROUP_SETTINGS: dict[str, Any] = {"statistic": "correlation", "factor_dtype": None}
 
 
 class Katie(Preconditioned):
     """Δ = (M̂ ⊘ S) ×_i (K̂_i + λI)^(−1/p), scaled to the norm of M̂ ⊘ S; S = √V̂ + ε.
 
-    The gradient's covariance is taken for D^½ K D^½: V, at rate betas[1], estimates its variances
-    D, and K_i, at rate `factor_beta`, the correlations of Z = G ⊘ S along dimension i. Their mean
-    eigenvalue is about one, so `damping` λ has no unit. A rate of 1 sums as AdaGrad does; Z then
-    divides by the root of the mean of squares. `exponent`: p, as of Shampoo. `form`: "symmetric"
-    divides by √S before and after, which makes the operator positive definite. `statistic`: "raw"
-    takes the factors from G itself and so counts its scale twice; it is there to compare with.
-    `shared`: docs/engine.md.
+    The gradient's covariance is modelled as D^½ K D^½: V estimates its variances D, and K_i the
+    correlations of Z = G ⊘ S along dimension i, whose mean eigenvalue is about one.
+
+    Args:
+        params: Parameters, named parameters or parameter groups.
+        lr: Learning rate.
+        betas: Decay rates of M and V; β₂ = 1 sums V as AdaGrad does, and Z then divides by the
+            root of the mean of squares. Also those of AdamW.
+        eps: ε. Also that of AdamW.
+        weight_decay: λ of W ← W − lr·λW.
+        factor_beta: Decay rate of K; 1 sums.
+        damping: λ of K̂ + λI, without unit.
+        exponent: p, as of Shampoo.
+        form: "sequential", or "symmetric": divide by √S before and after, which makes the
+            operator positive definite.
+        graft: Take the step length of "sgd", "adagrad", "rmsprop" or "adam"; None: that of M̂ ⊘ S.
+        every: Steps between refreshes of the roots.
+        start: Step of the first refresh; then at 2·start, 4·start, … up to `every`.
+        refresh: "together", "staggered", or a delay in steps; see docs/shampoo.md.
+        max_dim: Longer dimensions are cut into blocks.
+        average: "schedule_free" or "primal" averages of the iterates; see docs/engine.md.
+        nonfinite: On a gradient that is not finite: "raise", "skip" the step or "ignore" it.
+
+    Group settings besides the shared ones of docs/engine.md:
+        statistic: "raw" takes the factors from G, which counts its scale twice; for comparison.
+        factor_dtype: Of K; None: that of the state.
     """
 
-    heavy_ball = True
-    squares = True
-    operator = ("root",)
-    shaping = ("exponent", "factor_dtype")
-
+    @checked_keywords(GROUP_SETTINGS)
     def __init__(
         self,
         params: Params,
         lr: float | Tensor = 1e-2,
         *,
         betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
         factor_beta: float = 0.95,
         damping: float = 1e-2,
         exponent: Exponent = 2,
-        form: str = "sequential",
-        statistic: str = "correlation",
-        factor_dtype: torch.dtype | None = None,
-        graft: str | None = None,
-        weight_decay: float = 0.1,
+        form: Literal["sequential", "symmetric"] = "sequential",
+        graft: Graft = None,
         every: int = 10,
         start: int | None = 2,
+        refresh: Refresh = "together",
         max_dim: int | None = 256,
-        **shared: Unpack[HeavyBall],
+        average: Average = None,
+        nonfinite: Nonfinite = "raise",
     ) -> None:
-        super().__init__(
-            params,
-            lr,
-            betas=betas,
-            factor_beta=factor_beta,
-            damping=damping,
-            exponent=exponent,
-            form=form,
-            statistic=statistic,
-            factor_dtype=factor_dtype,
-            graft=graft,
-            weight_decay=weight_decay,
-            every=every,
-            start=start,
-            max_dim=max_dim,
-            **shared,
-        )
-
-    def check(self, group: Mapping[str, Any]) -> None:
-        for name, choices in (("form", FORMS), ("statistic", STATISTICS)):
-            if group[name] not in choices:
-                raise ValueError(f"Katie: {name} must be one of {choices}, got {group[name]!r}")
-        check_factors("Katie", group)
-        check_number("Katie", "damping", group["damping"], "above 0")
-        for order in range(1, 5):
-            exponents(group, order)
+        settings = keywords_of(locals())
+        traits = Traits(check=check_katie, operator=("root",), heavy_ball=True, squares=True)
+        super().__init__(params, lr, traits, **settings, **GROUP_SETTINGS)
 
     def init_state(self, batch: Batch, group: Mapping[str, Any]) -> dict[str, Tensor]:
         powers = exponents(group, len(batch.shape))
-        sides = [i for i in preconditioned_sides(batch, group) if powers[i]]
+        sides = [i for i in range(len(batch.shape)) if powers[i]]
         return {
             "variance": batch.zeros(),
             **zero_covariances(batch, sides, group["factor_dtype"]),
@@ -105,17 +108,19 @@ class Katie(Preconditioned):
         beta = group["betas"][1]
         second_moment_(state["variance"], grad, beta)
         raw = group["statistic"] == "raw"
-        seen = grad if raw else grad / _deviation(state, group, mean=True)
+        observed = grad if raw else grad / _deviation(state, group, mean=True)
         for i in sides_of(state):
             scale = grad.size(i + 1) / prod(grad.shape[1:])
-            observe_side_(state[f"cov.{i}"], seen, i, group["factor_beta"], scale)
+            observe_side_(state[f"cov.{i}"], observed, i, group["factor_beta"], scale)
 
-    def refresh(self, state: dict[str, Tensor], group: Mapping[str, Any]) -> dict[str, Tensor]:
+    def refresh(
+        self, state: dict[str, Tensor], group: Mapping[str, Any], first: bool
+    ) -> dict[str, Tensor]:
         powers, fresh = exponents(group, state["step"].ndim - 1), {}
         for i in sides_of(state):
             cov = debiased(state, i, group["factor_beta"], group)
             fresh[f"root.{i}"] = inverse_root(cov, powers[i], group["damping"])
-        return {key: known_only(root, key, state) for key, root in fresh.items()}
+        return {key: where_observed(root, key, state) for key, root in fresh.items()}
 
     def direction(
         self, moment: Tensor, state: dict[str, Tensor], group: Mapping[str, Any]
@@ -144,3 +149,11 @@ def _deviation(state: Mapping[str, Tensor], group: Mapping[str, Any], mean: bool
         variance = variance / state["step"]
     # without ε, an entry that has never had a gradient would be 0/0
     return variance.sqrt().add_(group["eps"] or torch.finfo(variance.dtype).tiny)
+
+
+def check_katie(group: Mapping[str, Any]) -> None:
+    check_choices("Katie", group, CHOICES)
+    check_factors("Katie", group)
+    check_number("Katie", "damping", group["damping"], "above 0")
+    for order in range(1, 5):
+        exponents(group, order)

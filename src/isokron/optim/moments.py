@@ -1,11 +1,14 @@
 """Exponential means of what has been seen, and what to divide a young one by."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from isokron.linalg import gram_, sent, unfold
+from isokron.optim.blocks import Batch
 
 
 def bias(beta: float, step: Tensor) -> Tensor:
@@ -45,20 +48,98 @@ def first_moment_(
     return moment if step is None else moment / bias(beta, step + 1 if nesterov else step)
 
 
-def filtered_(mean: Tensor, grad: Tensor, beta: float, beta3: float, step: Tensor | None) -> Tensor:
-    """f = β₃M + (1−β₃)G, debiased by 1 − β₃β₁ᵗ⁻¹ where `step` is given; then M ← β₁M + (1−β₁)G.
-
-    β₃ = β₁: Adam's mean."""
-    mixed = mean.lerp(grad, 1 - beta3)
-    mean.lerp_(grad, 1 - beta)
-    if step is None:
-        return mixed
-    weight = 1 - beta3 * torch.pow(beta, step.double() - 1)  # in float32 off by 1e-5 near 1
-    return mixed / weight.to(mixed.dtype)
-
-
 def heavy_ball_(velocity: Tensor, update: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """B ← μB + (1−d)P; returns B, or (1−d)P + μB with Nesterov."""
-    rate, share = group["momentum"], 1 - group["dampening"]
-    velocity.mul_(rate).add_(update, alpha=share)
-    return (update * share).add_(velocity, alpha=rate) if group["nesterov"] else velocity
+    """B ← μB + P; returns B, or P + μB with Nesterov."""
+    rate = group["momentum"]
+    velocity.mul_(rate).add_(update)
+    return update.add(velocity, alpha=rate) if group["nesterov"] else velocity
+
+
+TINY = 1e-100  # only keeps a zero direction from dividing by zero
+
+
+def graft_direction(
+    grad: Tensor, moment: Tensor, state: dict[str, Tensor], group: Mapping[str, Any]
+) -> Tensor:
+    """D = m for SGD, else m / (√v + ε): AdaGrad's sum, RMSprop's mean, Adam's debiased mean.
+
+    `state["graft"]` holds v and is updated in place; β₂ = 1 makes all of them AdaGrad's sum. All:
+    [B, ...].
+    """
+    kind = group["graft"]
+    if kind == "sgd":
+        return moment
+    second, beta2 = state["graft"], group["betas"][1]
+    if kind == "adagrad":
+        second.addcmul_(grad, grad)
+    else:
+        second_moment_(second, grad, beta2)
+    if kind == "adam":
+        second = corrected(second, beta2, state, group)
+    return moment / (second.sqrt() + group["eps"])
+
+
+def graft(direction: Tensor, length_of: Tensor) -> Tensor:
+    """`direction` with, per block, the norm of `length_of`. [B, ...]"""
+    return _scaled(direction, norms(length_of) / (norms(direction) + TINY))
+
+
+def sums_by_owner(values: Sequence[Tensor], owners: Sequence[int]) -> Tensor:
+    """For every row the sum over all rows with its owner. values: one [B] a batch → [ΣB]
+
+    On the device of the first batch.
+    """
+    device = values[0].device
+    joined = torch.cat([sent(value, device) for value in values])
+    owner = sent(torch.tensor(owners, device="cpu"), device)
+    total = joined.new_zeros(max(owners) + 1)
+    if joined.is_cpu:
+        total.index_add_(0, owner, joined)
+    else:  # which CUDA adds up in a fixed order, unlike index_add_
+        total.index_put_((owner,), joined, accumulate=True)
+    return total[owner]
+
+
+def norms(x: Tensor) -> Tensor:
+    """Norm of every block, in float64: what a factor makes huge or tiny has a length too. [B]"""
+    return torch.linalg.vector_norm(x.flatten(1), dim=1, dtype=torch.float64)
+
+
+def _scaled(x: Tensor, factor: Tensor) -> Tensor:
+    return x * factor.to(x).view(-1, *[1] * (x.ndim - 1))
+
+
+# F_i ← β F_i + (1−β) X_(i) X_(i)ᵀ, X_(i) the block with dimension i as rows; a sum at β = 1. Only
+# the lower triangle is kept up to date. In the state they are "cov.0", "cov.1", …; a dimension
+# without one has no factor. SOAP and Katie have the same.
+
+
+def zero_covariances(
+    batch: Batch, sides: Iterable[int], dtype: torch.dtype | None
+) -> dict[str, Tensor]:
+    return {f"cov.{i}": torch.zeros_like(batch.eyes(batch.shape[i], dtype)) for i in sides}
+
+
+def sides_of(state: Mapping[str, Tensor]) -> list[int]:
+    """The dimensions that have a factor."""
+    return [int(key[4:]) for key in state if key.startswith("cov.")]
+
+
+def observe_side_(cov: Tensor, x: Tensor, side: int, beta: float, scale: float = 1.0) -> None:
+    """Fold blocks x [B, ...] into the second moment along one dimension, in place."""
+    weight = scale * (1 - beta if beta < 1 else 1.0)
+    gram_(cov, unfold(x.to(cov.dtype), side), beta, weight)
+
+
+def debiased(
+    state: Mapping[str, Tensor], side: int, beta: float, group: Mapping[str, Any]
+) -> Tensor:
+    """F̂ = F/(1−βᵗ), on and below the diagonal. [B, d, d]"""
+    return corrected(state[f"cov.{side}"], beta, state, group)
+
+
+def where_observed(fresh: Tensor, key: str, state: Mapping[str, Tensor]) -> Tensor:
+    """The new operator of blocks that had a gradient, else the old: zeros say nothing. [B, ...]"""
+    trace = state[f"cov.{key.rpartition('.')[2]}"].diagonal(dim1=-2, dim2=-1).sum(-1)
+    observed = (trace != 0).view(-1, *[1] * (fresh.ndim - 1))
+    return torch.where(observed, fresh.to(state[key].dtype), state[key])

@@ -1,13 +1,22 @@
 """Muon: momentum, orthogonalised (K. Jordan et al., 2024; scale of 2502.16982)."""
 
 from collections.abc import Mapping
-from typing import Any, Unpack
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from isokron.optim.engine import Params, Preconditioned
-from isokron.optim.settings import Shared
+from isokron.optim.layout import Traits, matrices_of
+from isokron.optim.preconditioned import Params, Preconditioned
+from isokron.optim.settings import (
+    Average,
+    Graft,
+    Nonfinite,
+    check_choices,
+    checked_keywords,
+    keywords_of,
+    require,
+)
 from isokron.optim.spectral import SCALES, spectral_direction
 from isokron.polynomials import Choice, schedule
 
@@ -15,16 +24,27 @@ from isokron.polynomials import Choice, schedule
 class Muon(Preconditioned):
     """W ← W − lr(scale · polar(M) + λW): steepest descent in the spectral norm.
 
-    `scale`: "match_rms_adamw" is 0.2√max(m, n), after which one learning rate suits the matrices
-    and the AdamW part alike; "original" is √max(1, m/n). A convolution [out, in, …] is the matrix
-    [out, in·…]. `steps`, `coefficients`, `dtype`: of isokron.linalg.newton_schulz.
-    `betas`: of AdamW, which steps everything that is not a matrix. `shared`: see docs/engine.md.
+    A convolution [out, in, …] is the matrix [out, in·…]. What is not a matrix goes to AdamW.
+
+    Args:
+        params: Parameters, named parameters or parameter groups.
+        lr: Learning rate.
+        momentum: Decay rate of M.
+        nesterov: Take (1−β)G + βM in place of M.
+        weight_decay: λ.
+        scale: "match_rms_adamw" is 0.2√max(m, n), with which one learning rate suits the matrices
+            and AdamW's part; "original" is √max(1, m/n).
+        steps: Newton-Schulz iterations.
+        coefficients: Of the iteration; see isokron.linalg.newton_schulz.
+        dtype: Of the iteration; None: bfloat16 on accelerators, float32 on CPU.
+        graft: Take the step length of "sgd", "adagrad", "rmsprop" or "adam" instead.
+        betas: Of AdamW and of grafting.
+        eps: Of AdamW and of grafting.
+        average: "schedule_free" or "primal" averages of the iterates; see docs/engine.md.
+        nonfinite: On a gradient that is not finite: "raise", "skip" the step or "ignore" it.
     """
 
-    order = 2
-    refresh_work = "polar"
-    debias = False  # the polar factor does not depend on the moment's scale
-
+    @checked_keywords()
     def __init__(
         self,
         params: Params,
@@ -33,33 +53,20 @@ class Muon(Preconditioned):
         momentum: float = 0.95,
         nesterov: bool = True,
         weight_decay: float = 0.1,
-        scale: str = "match_rms_adamw",
+        scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw",
         steps: int = 5,
         coefficients: Choice | None = "classic",
         dtype: torch.dtype | None = None,
-        graft: str | None = None,
+        graft: Graft = None,
         betas: tuple[float, float] = (0.9, 0.99),
-        **shared: Unpack[Shared],
+        eps: float = 1e-8,
+        average: Average = None,
+        nonfinite: Nonfinite = "raise",
     ) -> None:
-        super().__init__(
-            params,
-            lr,
-            momentum=momentum,
-            nesterov=nesterov,
-            weight_decay=weight_decay,
-            scale=scale,
-            steps=steps,
-            coefficients=coefficients,
-            dtype=dtype,
-            graft=graft,
-            betas=betas,
-            **shared,
-        )
-
-    def check(self, group: Mapping[str, Any]) -> None:
-        if group["scale"] not in SCALES:
-            raise ValueError(f"Muon: scale must be one of {SCALES}, got {group['scale']!r}")
-        schedule(group["coefficients"], group["steps"])
+        settings = keywords_of(locals())
+        # the polar factor does not depend on the moment's scale
+        traits = Traits(cut=matrices_of, check=check_muon, debias=False, work="polar")
+        super().__init__(params, lr, traits, **settings)
 
     def direction(
         self, moment: Tensor, state: dict[str, Tensor], group: Mapping[str, Any]
@@ -67,3 +74,10 @@ class Muon(Preconditioned):
         return spectral_direction(
             moment, group["scale"], group["steps"], group["coefficients"], group["dtype"]
         )
+
+
+def check_muon(group: Mapping[str, Any]) -> None:
+    check_choices("Muon", group, {"scale": SCALES})
+    rule = "False for a method of matrices; vectors go to AdamW"
+    require(not group["vectors"], "Muon", group, "vectors", rule)
+    schedule(group["coefficients"], group["steps"])

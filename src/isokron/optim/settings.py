@@ -1,126 +1,415 @@
-"""The settings every optimizer shares: what there is, what it is called, what it is by default."""
+"""Settings of parameter groups: defaults, rules, and the names that other libraries use."""
 
-from typing import Any, Literal, TypedDict
+import difflib
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Real
+from typing import Any, Literal, ParamSpec
 
 import torch
+from torch import Tensor
 
-# Every group carries these; an optimizer's own arguments override them and add to them.
+from isokron.block_layout import split_sizes
+from isokron.distributed import is_flat_shard, is_sharded, sharded_mesh_dim
+
+P = ParamSpec("P")
+
+# Types of settings that several constructors take.
+Graft = Literal["sgd", "adagrad", "rmsprop", "adam"] | None
+Refresh = Literal["together", "staggered"] | int
+Average = Literal["schedule_free", "primal"] | None
+Nonfinite = Literal["raise", "skip", "ignore"]
+
+# Every group has these keys; an optimizer's own settings override them and add to them.
 SHARED: dict[str, Any] = {
-    "lr_scale": 1.0,  # the group's factor on the one schedule of all groups
-    # who steps: "method": matrices get the method, the rest AdamW; "auto": the same, but matrices
-    # shaped as tables go to AdamW; "adamw": all AdamW; "spectral": matrices get the polar factor of
-    # their moment, which is Muon's direction, the rest AdamW
+    # "method": matrices get the method, all else AdamW; "auto": the same, but matrices shaped like
+    # an embedding or a head go to AdamW; "adamw": AdamW for all; "spectral": Muon's direction for
+    # matrices, AdamW for all else
     "route": "auto",
-    "max_rows": 30_000,  # of "auto": a matrix of more rows is a table; None: no limit
-    "vectors": False,  # whether the method takes vectors too
-    "stacked": 0,  # leading dimensions that count matrices, as in [experts, m, n]
-    "split": None,  # parts of a fused projection: sizes, or a number of equal parts
-    "split_dim": 0,  # the dimension of one matrix along which `split` cuts
-    "max_dim": None,  # longer dimensions than this are `oversize`
-    "oversize": "cut",  # into blocks; or "identity": kept whole, and left alone by the operator
+    "max_rows": 30_000,  # for "auto": a matrix with more rows is a table; None: no limit
+    "vectors": False,  # True: the method also steps vectors
+    "stacked": 0,  # number of leading dimensions that count matrices, as in [experts, m, n]
+    "split": None,  # parts of a fused projection: their sizes, or a number of equal parts
+    "split_dim": 0,  # dimension of one matrix along which `split` cuts
+    "max_dim": None,  # longer dimensions are cut into blocks
+    "lr_scale": 1.0,  # factor on lr, so that one schedule can drive groups of different rates
     "weight_decay": 0.0,
-    "decay": "decoupled",  # or "corrected": times lr / its peak; or "l2": into the gradient
+    "decay": "decoupled",  # or "corrected": scaled by lr / its peak; or "l2": into the gradient
     "momentum": 0.0,
-    "dampening": 0.0,  # of momentum that acts on the update
     "nesterov": False,
-    "beta3": None,  # the first moment's rate for the newest gradient; as for the others by default
-    # whether means that start at zero are divided by 1 − βᵗ: moments, and factors of the method;
-    # AdamW, which steps the rest, always does it
+    "betas": (0.9, 0.999),  # of AdamW and of grafting, and of methods that say so
+    "eps": 1e-8,
+    "amsgrad": False,  # of AdamW
+    # True: divide means that start at zero by 1 − βᵗ; AdamW always does
     "use_bias_correction": True,
-    "graft": None,  # whose step length: "sgd", "adagrad", "rmsprop", "adam" or the method's own
-    "graft_by": "block",  # lengths are compared by "block" or by "parameter"
+    "graft": None,  # take the step length of "sgd", "adagrad", "rmsprop" or "adam"
     "every": 1,  # steps between refreshes
-    "start": None,  # the first refresh; then at start·2, start·4, … up to every. None: at every
-    "warmup": 0,  # steps at first that each refresh; `start` and `every` count from there
-    "stagger": False,  # whether blocks take turns to refresh, so that no step stalls
-    "delay": 0,  # steps a refresh may take on a thread of its own; 0: within its step
-    "tolerated": 3,  # failed refreshes in a row that keep the operator as it is and do not raise
-    "average": None,  # "schedule_free" or "primal" averaging of iterates
+    "start": None,  # first refresh; then at 2·start, 4·start, … up to every. None: at every
+    "warmup": 0,  # steps at first that all refresh; `start` and `every` count from there
+    # "together": all blocks refresh in the same step; "staggered": blocks take turns; a whole
+    # number n: a refresh runs on a thread and takes effect n steps later
+    "refresh": "together",
+    "tolerated": 3,  # failed refreshes of a block in a row before an error is raised
+    "average": None,  # "schedule_free" or "primal" averages of the iterates
     "average_beta": 0.9,  # gradients are taken at βx + (1−β)z, x the average and z the iterate
     "average_decay": 0.99,  # of "primal": x ← decay·x + (1−decay)·z
-    "betas": (0.9, 0.999),  # of AdamW; β₂ also of grafting
-    "eps": 1e-8,
-    "amsgrad": False,
-    "flat": False,  # whether AdamW moves small tensors, and their gradients, into one buffer
     "maximize": False,
-    "nonfinite": "raise",  # or "skip" the step, or "ignore" (no check)
-    "state_dtype": torch.float32,  # at least this wide; None: the parameter's own
-    "workspace": 32 << 20,  # bytes of the gradients or factors that are worked on at once
-    "mode": "train",  # with averaging: whether parameters are where gradients are taken, or "eval"
+    "nonfinite": "raise",  # on a gradient that is not finite; or "skip" the step, or "ignore" it
+    "flat": False,  # True: AdamW moves small tensors and their gradients into one buffer
+    "state_dtype": torch.float32,  # least precision of the state; None: the parameter's dtype
+    "workspace": 32 << 20,  # bytes of gradients or factors that are worked on at once
+    "mode": "train",  # set by optimizer.train() and optimizer.eval(), for averages
 }
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "route": ("auto", "method", "adamw", "spectral"),
-    "oversize": ("cut", "identity"),
     "decay": ("decoupled", "corrected", "l2"),
     "graft": (None, "sgd", "adagrad", "rmsprop", "adam"),
-    "graft_by": ("block", "parameter"),
     "average": (None, "schedule_free", "primal"),
     "nonfinite": ("raise", "skip", "ignore"),
     "mode": ("train", "eval"),
 }
 
-# what the blocks and the state of a group depend on; changing one makes a new plan
-LAYOUT = (
-    "route",
-    "max_rows",
-    "vectors",
-    "stacked",
-    "split",
-    "split_dim",
-    "max_dim",
-    "oversize",
-    "graft",
-    "graft_by",
-    "every",
-    "stagger",
-    "average",
-    "amsgrad",
-    "flat",
-    "state_dtype",
-    "workspace",
-)
+# Changing these needs no new layout of blocks and state; schedules and torch write some of them.
+NO_LAYOUT = {"params", "param_names", "name", "lr", "initial_lr", "max_lr", "peak_lr", "mode"}
+
+# Names here → names in other libraries. Of several names here, the one an optimizer has is meant.
+PEERS_BY_NAME: dict[tuple[str, ...], str] = {
+    ("lr",): "learning_rate",
+    ("betas",): "beta1 beta2",
+    ("momentum",): "b1 momentum_decay",
+    ("damping", "eps"): "epsilon",
+    ("every",): "precondition_frequency preconditioning_frequency update_freq "
+    "preconditioning_compute_steps preconditioner_update_freq",
+    ("start",): "start_preconditioning_step",
+    ("factor_beta",): "shampoo_beta",
+    ("factor_dtype",): "preconditioner_dtype factor_matrix_dtype",
+    ("exponent",): "exponent_override inv_root_override",
+    ("vectors",): "precondition_1d",
+    ("max_dim", "max_size_dense"): "max_precond_dim max_preconditioner_dim",
+    ("max_size_dense",): "max_size_triangular",
+    ("max_dim",): "block_size",
+    ("graft",): "grafting_config grafting_type graft_type",
+    ("nesterov",): "use_nesterov",
+    ("use_bias_correction",): "correct_bias",
+    ("normalize",): "normalize_grads",
+    ("steps",): "ns_steps",
+    ("coefficients",): "ns_coefficients",
+    ("scale",): "adjust_lr_fn",
+    ("decay",): "use_decoupled_weight_decay decoupled_weight_decay weight_decouple",
+}
+PEERS = {peer: names for names, peers in PEERS_BY_NAME.items() for peer in peers.split()}
+
+# Keys of groups: the shared settings, and those that optimizers add when their class is defined.
+GROUP_KEYS = set(SHARED) - {"mode"} | {"lr"}
 
 
-class AdamWShared(TypedDict, total=False):
-    """The shared settings that AdamW's constructor takes besides its own; see docs/engine.md."""
-
-    lr_scale: float
-    route: Literal["auto", "method", "adamw", "spectral"]
-    max_rows: int | None
-    vectors: bool
-    stacked: int
-    split: tuple[int, ...] | int | None
-    split_dim: int
-    oversize: Literal["cut", "identity"]
-    decay: Literal["decoupled", "corrected", "l2"]
-    graft_by: Literal["block", "parameter"]
-    warmup: int
-    stagger: bool
-    delay: int
-    tolerated: int
-    average: Literal["schedule_free", "primal"] | None
-    average_beta: float
-    average_decay: float
-    flat: bool
-    maximize: bool
-    nonfinite: Literal["raise", "skip", "ignore"]
-    state_dtype: torch.dtype | None
-    workspace: int
+# What a step reads of a group.
 
 
-class Shared(AdamWShared, total=False):
-    """Those of the other optimizers' constructors."""
+def learning_rate(group: Mapping[str, Any]) -> Any:
+    """lr · lr_scale, a float or a tensor."""
+    lr, scale = group["lr"], group["lr_scale"]
+    if isinstance(lr, Tensor):
+        lr = lr.reshape(())
+    return lr if scale == 1.0 else lr * scale
 
-    eps: float
-    amsgrad: bool
-    use_bias_correction: bool
+
+def note_peak_(group: dict[str, Any]) -> None:
+    """Remember the largest learning rate so far or announced, for decay="corrected"."""
+    if group["decay"] == "corrected":
+        rates = [group.get(key) or 0.0 for key in ("peak_lr", "initial_lr", "max_lr", "lr")]
+        group["peak_lr"] = max(map(float, rates))
 
 
-class HeavyBall(Shared, total=False):
-    """Shared settings of optimizers whose first moment is betas[0]: momentum on the update."""
+def decay_rate(group: Mapping[str, Any]) -> Any:
+    """λ of W ← W − lr·λW; "corrected" lets it fall with the learning rate (2506.02285)."""
+    rate = 0.0 if group["decay"] == "l2" else group["weight_decay"]
+    if rate and group["decay"] == "corrected" and group["peak_lr"]:
+        return rate * float(group["lr"]) / group["peak_lr"]
+    return rate
 
-    momentum: float
-    dampening: float
-    nesterov: bool
-    beta3: float | None
+
+def state_dtype(param: Tensor, group: Mapping[str, Any]) -> torch.dtype:
+    """float32 state for half-precision parameters; a float64 parameter keeps float64."""
+    least = group["state_dtype"]
+    return param.dtype if least is None else torch.promote_types(param.dtype, least)
+
+
+def refresh_delay(group: Mapping[str, Any]) -> int:
+    """Steps after which a refresh on a thread takes effect; 0: refreshes are within their step."""
+    return 0 if isinstance(group["refresh"], str) else group["refresh"]
+
+
+def layout_settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that blocks and the form of the state depend on.
+
+    Of numbers such as decay rates, which schedules change, only whether they are above 0.
+    """
+
+    def form(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(form, value))
+        if isinstance(value, Tensor):
+            return None
+        return value > 0 if isinstance(value, float) else value
+
+    return {key: form(value) for key, value in group.items() if key not in NO_LAYOUT}
+
+
+def param_name(group: Mapping[str, Any], i: int) -> str:
+    """The group's i-th parameter in an error: its name if there is one, else number and shape."""
+    names = group.get("param_names")
+    return repr(names[i]) if names else f"number {i} of shape {tuple(group['params'][i].shape)}"
+
+
+# Names of settings.
+
+
+def checked_keywords(
+    group_settings: Mapping[str, Any] | None = None,
+) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Decorate a constructor: an unknown keyword raises an error that says what to write instead.
+
+    `group_settings`: settings of the method that only parameter groups take, with their defaults.
+    """
+    only_groups = frozenset(group_settings or ())
+
+    def decorate(init: Callable[P, None]) -> Callable[P, None]:
+        takes = list(inspect.signature(init).parameters)[2:]  # without self and params
+        GROUP_KEYS.update(only_groups, takes)
+        valid = {*takes, *only_groups, *SHARED} - {"mode"}
+
+        @functools.wraps(init)
+        def checked(*args: P.args, **keywords: P.kwargs) -> None:
+            for name in keywords:
+                if name not in takes and name != "params":
+                    raise TypeError(unknown_keyword(type(args[0]).__name__, name, takes, valid))
+            init(*args, **keywords)
+
+        checked.group_settings = only_groups  # type: ignore[attr-defined]
+        return checked
+
+    return decorate
+
+
+def keywords_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords among the `locals()` of a constructor, whose every argument is a setting."""
+    others = ("self", "__class__", "params", "lr")
+    return {name: value for name, value in arguments.items() if name not in others}
+
+
+def unknown_keyword(who: str, name: str, takes: Iterable[str], valid: Iterable[str]) -> str:
+    """The error for a keyword that is not taken; settings that are valid and not taken are keys of
+    parameter groups."""
+    alike = [name] if name in valid else similar(name, valid, 0.6)
+    hint = "" if alike == [name] else f" did you mean {' or '.join(map(repr, alike))}?"
+    if not alike:
+        hint = f" it takes {', '.join(sorted(takes))}"
+    elif not set(alike) & set(takes):
+        hint += (
+            f" {'Put' if hint else 'put'} it into the parameter group: "
+            f"isokron.param_groups(model, {alike[0]}=…) or {{'params': …, {alike[0]!r}: …}}"
+        )
+    return f"{who} got an unexpected keyword argument {name!r};{hint}"
+
+
+def similar(name: str, valid: Iterable[str], cutoff: float) -> list[str]:
+    """The valid settings that a name is likely to stand for."""
+    names = sorted(valid)
+    peers = [setting for setting in PEERS.get(name, ()) if setting in names]
+    return peers or difflib.get_close_matches(name, names, n=1, cutoff=cutoff)
+
+
+def check_settings(optimizer: type, settings: Mapping[str, Any]) -> None:
+    """Refuse unknown settings that a constructor with `**settings` has passed on."""
+    constructors = [vars(cls)["__init__"] for cls in optimizer.__mro__ if "__init__" in vars(cls)]
+    signatures = [inspect.signature(init).parameters.values() for init in constructors[:-1]]
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in signatures[0]):
+        return  # Python has checked the keywords
+    valid = {*SHARED, "lr"} - {"mode"}
+    for init, parameters in zip(constructors, signatures, strict=False):
+        valid |= getattr(init, "group_settings", frozenset())
+        valid |= {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+    for name in settings:
+        if name not in valid:
+            raise TypeError(unknown_keyword(optimizer.__name__, name, valid, valid))
+
+
+def check_spelling(optimizer: str, keys: Iterable[str], valid: Iterable[str]) -> None:
+    """Refuse group keys that would do nothing: misspelt, of a peer or of another optimizer."""
+    for key in keys:
+        if key in valid or key in ("params", "param_names"):
+            continue
+        alike = similar(key, valid, 0.85)
+        hint = f"did you mean {' or '.join(map(repr, alike))}?" if alike else ""
+        if not alike and key in GROUP_KEYS - SHARED.keys():
+            hint = "it is a setting of another optimizer"
+        if hint:
+            raise ValueError(f"{optimizer}: unknown key {key!r} in a parameter group; {hint}")
+
+
+# Values of settings.
+
+
+def require(ok: bool, optimizer: str, group: Mapping[str, Any], name: str, rule: str) -> None:
+    """Raise one ValueError that names the argument, the rule and the value."""
+    if not ok:
+        raise ValueError(f"{optimizer}: {name} must be {rule}, got {name}={group[name]!r}")
+
+
+def is_number(value: Any, least: float = 0.0, below: float = math.inf) -> bool:
+    """Whether it is a finite number in [least, below)."""
+    return least <= _scalar(value) < below
+
+
+def is_whole(value: Any, least: int = 0) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_dtype(value: Any) -> bool:
+    return value is None or (isinstance(value, torch.dtype) and value.is_floating_point)
+
+
+def _scalar(value: Any) -> float:
+    """The number as a float; NaN, which fails every comparison, for anything else."""
+    if isinstance(value, Tensor):
+        value = value.item() if value.numel() == 1 else math.nan
+    if isinstance(value, bool) or not isinstance(value, Real):  # numpy's numbers are Real too
+        return math.nan
+    return float(value) if math.isfinite(value) else math.nan
+
+
+Rule = tuple[str, Callable[[Any], bool]]
+NONNEGATIVE: Rule = ("a finite number of at least 0", is_number)
+FRACTION: Rule = ("at least 0 and below 1", lambda value: is_number(value, below=1))
+LIMIT: Rule = ("None or a whole number above 0", lambda value: value is None or is_whole(value, 1))
+COUNT: Rule = ("a whole number of at least 0", is_whole)
+SWITCH: Rule = ("True or False", lambda value: isinstance(value, bool))
+FLOAT_DTYPE: Rule = ("None or a floating-point dtype", _is_dtype)
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(("lr", "lr_scale", "weight_decay", "eps"), NONNEGATIVE),
+    **dict.fromkeys(("momentum", "average_decay"), FRACTION),
+    "average_beta": ("at least 0 and at most 1", lambda value: 0 <= _scalar(value) <= 1),
+    **{
+        name: (f"one of {', '.join(map(repr, choices))}", choices.__contains__)
+        for name, choices in CHOICES.items()
+    },
+    "route": (
+        "one of 'auto', 'method', 'adamw', 'spectral' (one optimizer has one method; for another, "
+        "use a second optimizer)",
+        CHOICES["route"].__contains__,
+    ),
+    **dict.fromkeys(("warmup", "stacked", "split_dim", "tolerated"), COUNT),
+    "every": ("a whole number of at least 1", lambda value: is_whole(value, 1)),
+    "workspace": ("a whole number of bytes above 0", lambda value: is_whole(value, 1)),
+    **dict.fromkeys(("start", "max_dim", "max_rows"), LIMIT),
+    **dict.fromkeys(("vectors", "nesterov", "use_bias_correction"), SWITCH),
+    **dict.fromkeys(("maximize", "amsgrad", "flat"), SWITCH),
+    "refresh": (
+        "'together', 'staggered' or a delay in steps, a whole number above 0",
+        lambda value: value in ("together", "staggered") or is_whole(value, 1),
+    ),
+    "state_dtype": FLOAT_DTYPE,
+}
+
+
+def check_group(optimizer: str, group: Mapping[str, Any], sums: bool = False) -> None:
+    """Check the settings that all optimizers share.
+
+    `sums`: whether betas[1] may be 1, at which squares are summed.
+    """
+    for name, (rule, holds) in RULES.items():
+        require(holds(group[name]), optimizer, group, name, rule)
+    betas = group["betas"]
+    pair = isinstance(betas, Sequence) and len(betas) == 2
+    fine = pair and not any(isinstance(beta, Tensor) for beta in betas)
+    fine = fine and is_number(betas[0], below=1)
+    fine = fine and (is_number(betas[1], below=1) or (sums and betas[1] == 1))
+    rule = "two numbers in [0, 1)" + (", the second at most 1" if sums else "")
+    require(fine, optimizer, group, "betas", rule)
+    if delay := refresh_delay(group):
+        rule = f"a word with a warmup, whose steps refresh at once (warmup={group['warmup']})"
+        require(not group["warmup"], optimizer, group, "refresh", rule)
+        rule = f"below every={group['every']}, the steps from one refresh to the next"
+        require(delay < group["every"], optimizer, group, "refresh", rule)
+    rule = "False where momentum is 0 (there is nothing to look ahead with)"
+    require(not group["nesterov"] or group["momentum"] > 0, optimizer, group, "nesterov", rule)
+
+
+def check_number(optimizer: str, name: str, value: Any, rule: str = "at least 0") -> None:
+    """A finite number of at least 0, or above 0."""
+    ok = is_number(value) and (rule == "at least 0" or _scalar(value) > 0)
+    require(ok, optimizer, {name: value}, name, f"a finite number {rule}")
+
+
+def check_factors(optimizer: str, group: Mapping[str, Any]) -> None:
+    """What Shampoo, SOAP and Katie have in common: second moments along each dimension."""
+    beta = group["factor_beta"]
+    ok = beta is None or 0 <= _scalar(beta) <= 1
+    require(ok, optimizer, group, "factor_beta", "at least 0 and at most 1")
+    rule, holds = FLOAT_DTYPE
+    require(holds(group["factor_dtype"]), optimizer, group, "factor_dtype", rule)
+
+
+def check_choices(
+    optimizer: str, group: Mapping[str, Any], choices: Mapping[str, tuple[Any, ...]]
+) -> None:
+    for name, values in choices.items():
+        require(group[name] in values, optimizer, group, name, f"one of {values}")
+
+
+def check_adamw(optimizer: str, name: str, group: Mapping[str, Any]) -> None:
+    """Refuse settings that AdamW, which steps this parameter, has no kernel for."""
+    if group["betas"][1] == 1:
+        raise ValueError(
+            f"{optimizer}: betas[1] must be below 1 for AdamW, which steps parameter {name}; give "
+            "it a group with other betas, or set vectors=True in its group"
+        )
+
+
+def check_param(
+    optimizer: str, name: str, param: Tensor, group: Mapping[str, Any], elementwise: bool = False
+) -> None:
+    """Refuse parameters that cannot be stepped, before any state exists.
+
+    `elementwise`: elements are stepped independently, so that any part of a parameter will do.
+    """
+
+    def refuse(problem: object) -> None:
+        raise ValueError(f"{optimizer}: parameter {name}{problem}")
+
+    stacked, shape = group["stacked"], tuple(param.shape)
+    if is_flat_shard(param) and not elementwise:
+        refuse(
+            " was flattened by FSDP1 (FullyShardedDataParallel), which leaves no matrices; shard "
+            "the model with FSDP2 (torch.distributed.fsdp.fully_shard), or use isokron.AdamW"
+        )
+    if stacked and param.ndim < stacked + 2:
+        refuse(
+            f" has shape {shape}, but stacked={stacked} needs at least {stacked + 2} dimensions; "
+            "give it a group of its own"
+        )
+    try:
+        if group["split"] is not None:
+            split_sizes(shape[stacked:], group["split"], group["split_dim"])
+        if is_sharded(param):
+            sharded_mesh_dim(param)
+    except ValueError as error:
+        refuse(f": {error}")
+    if not param.is_floating_point():
+        refuse(
+            f" has dtype {param.dtype}, but only real floating-point parameters are supported; "
+            "view a complex one with torch.view_as_real"
+        )
+    if param.layout is not torch.strided:
+        refuse(
+            f" has layout {param.layout}, but only dense parameters are supported; call .to_dense()"
+        )
+    if any(stride == 0 and size > 1 for stride, size in zip(param.stride(), shape, strict=True)):
+        refuse(
+            f" of shape {shape} is an expanded tensor whose elements share memory; call "
+            ".contiguous() before making it a parameter"
+        )

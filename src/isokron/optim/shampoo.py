@@ -1,8 +1,8 @@
-"""Shampoo: one factor a dimension, each an inverse root (Gupta et al., 1802.09568)."""
+"""Shampoo: one inverse root per dimension of a block (Gupta et al., 1802.09568)."""
 
 from collections.abc import Mapping
 from math import prod
-from typing import Any, Unpack
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -11,108 +11,103 @@ from isokron.exponents import Exponent, check_root, exponents
 from isokron.linalg import eigh, inverse_power, inverse_root, mirror_, offdiagonal
 from isokron.operators import Dense, Eigen, Factor, Identity, Kron
 from isokron.optim.blocks import Batch
-from isokron.optim.covariances import (
+from isokron.optim.layout import Traits
+from isokron.optim.moments import (
     debiased,
-    known_only,
     observe_side_,
-    preconditioned_sides,
     sides_of,
+    where_observed,
     zero_covariances,
 )
-from isokron.optim.engine import Params, Preconditioned
-from isokron.optim.groups import check_factors, check_number
-from isokron.optim.settings import HeavyBall
+from isokron.optim.preconditioned import Params, Preconditioned
+from isokron.optim.settings import (
+    Average,
+    Graft,
+    Nonfinite,
+    Refresh,
+    check_choices,
+    check_factors,
+    check_number,
+    checked_keywords,
+    keywords_of,
+    require,
+)
 
-FORMS = ("root", "eigen")
-STATISTICS = ("gradient", "kl")
+CHOICES = {"form": ("root", "eigen"), "statistic": ("gradient", "kl")}
+GROUP_SETTINGS: dict[str, Any] = {
+    "deficient": "relative",
+    "form": "root",
+    "solver": "eigh",
+    "tolerance": 0.0,
+    "factor_dtype": None,
+}
 
 
 class Shampoo(Preconditioned):
     """P = M̂ ×_1 A_1 … ×_k A_k, A_i = (F̂_i + εI)^(−1/p), F_i the second moment along dimension i.
 
-    `factor_beta`: of F; 1 sums as AdaGrad does. `damping`: ε. `deficient`: ε is "relative" to the
-    mean eigenvalue, or by "lift" absolute; "pseudo", with ε = 0, is the pseudo-inverse.
-    `exponent`: p; a number, or {order: number or one a dimension}; 0 leaves a dimension alone,
-    None is twice the order of a block, as first published.
-    `form`: keep roots, or with "eigen" eigenvalues and eigenvectors. `solver`: of roots, see
-    isokron.linalg.inverse_root. `tolerance`: with "eigen", a basis that diagonalises F̂ to this
-    relative error is not refreshed. `statistic`: "kl" contracts gradients that the other sides have
-    preconditioned (KL-Shampoo, 2509.03378). `factor_dtype`: of F. `shared`: see docs/engine.md.
+    Args:
+        params: Parameters, named parameters or parameter groups.
+        lr: Learning rate.
+        betas: β₁ of the first moment; β₂ of grafting. Both are those of AdamW too.
+        eps: Added to the root of second moments in grafting and AdamW.
+        weight_decay: λ of W ← W − lr·λW.
+        factor_beta: Decay rate of F; 1 sums as AdaGrad does.
+        damping: ε, relative to the mean eigenvalue of F̂.
+        exponent: p: a number, or {order: number or one per dimension}; 0 leaves a dimension alone,
+            None is twice the order of a block, as first published.
+        statistic: "gradient", or "kl": F_i of gradients that the other factors have
+            preconditioned (KL-Shampoo, 2509.03378).
+        graft: Take the step length of "sgd", "adagrad", "rmsprop" or "adam"; None: Shampoo's own.
+        every: Steps between refreshes of the roots.
+        start: Step of the first refresh; then at 2·start, 4·start, … up to `every`.
+        refresh: "together", "staggered", or a delay in steps; see docs/shampoo.md.
+        max_dim: Longer dimensions are cut into blocks.
+        average: "schedule_free" or "primal" averages of the iterates; see docs/engine.md.
+        nonfinite: On a gradient that is not finite: "raise", "skip" the step or "ignore" it.
+
+    Group settings besides the shared ones of docs/engine.md:
+        deficient: ε is "relative", or absolute by "lift"; "pseudo", with ε = 0, is the
+            pseudo-inverse.
+        form: Keep "root"s, or by "eigen" eigenvalues and eigenvectors.
+        solver: Of roots: "eigh", "newton" or "higher"; see isokron.linalg.inverse_root.
+        tolerance: For "eigen": a basis that diagonalises F̂ to this relative error is kept.
+        factor_dtype: Of F; None: that of the state.
     """
 
-    heavy_ball = True
-    squares = True
-    operator = ("root", "values", "basis")
-    shaping = ("form", "exponent", "factor_dtype", "statistic")
-
+    @checked_keywords(GROUP_SETTINGS)
     def __init__(
         self,
         params: Params,
         lr: float | Tensor = 1e-2,
         *,
         betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
         factor_beta: float = 0.95,
         damping: float = 1e-4,
-        deficient: str = "relative",
         exponent: Exponent = 2,
-        form: str = "root",
-        solver: str = "eigh",
-        tolerance: float = 0.0,
-        statistic: str = "gradient",
-        factor_dtype: torch.dtype | None = None,
-        graft: str | None = "adam",
-        weight_decay: float = 0.1,
+        statistic: Literal["gradient", "kl"] = "gradient",
+        graft: Graft = "adam",
         every: int = 10,
         start: int | None = 2,
+        refresh: Refresh = "together",
         max_dim: int | None = 256,
-        **shared: Unpack[HeavyBall],
+        average: Average = None,
+        nonfinite: Nonfinite = "raise",
     ) -> None:
-        super().__init__(
-            params,
-            lr,
-            betas=betas,
-            factor_beta=factor_beta,
-            damping=damping,
-            deficient=deficient,
-            exponent=exponent,
-            form=form,
-            solver=solver,
-            tolerance=tolerance,
-            statistic=statistic,
-            factor_dtype=factor_dtype,
-            graft=graft,
-            weight_decay=weight_decay,
-            every=every,
-            start=start,
-            max_dim=max_dim,
-            **shared,
+        settings = keywords_of(locals())
+        traits = Traits(
+            check=check_shampoo,
+            operator=("root", "values", "basis"),
+            heavy_ball=True,
+            squares=True,
         )
-
-    def check(self, group: Mapping[str, Any]) -> None:
-        for name, choices in (("form", FORMS), ("statistic", STATISTICS)):
-            if group[name] not in choices:
-                raise ValueError(f"Shampoo: {name} must be one of {choices}, got {group[name]!r}")
-        check_factors("Shampoo", group)
-        check_number("Shampoo", "tolerance", group["tolerance"])
-        if group["tolerance"] and group["form"] != "eigen":
-            raise ValueError(
-                f"Shampoo: tolerance must be 0 for form='root', got {group['tolerance']!r}; only "
-                "form='eigen' keeps the basis that it is about"
-            )
-        if group["solver"] != "eigh" and group["form"] == "eigen":
-            raise ValueError(
-                f"Shampoo: solver must be 'eigh' for form='eigen', got {group['solver']!r}"
-            )
-        for order in range(1, 5):
-            for root in exponents(group, order):
-                if root:
-                    check_root(
-                        root, group["damping"], solver=group["solver"], deficient=group["deficient"]
-                    )
+        super().__init__(params, lr, traits, **settings, **GROUP_SETTINGS)
 
     def init_state(self, batch: Batch, group: Mapping[str, Any]) -> dict[str, Tensor]:
         roots = exponents(group, len(batch.shape))
-        sides = [i for i in preconditioned_sides(batch, group) if roots[i]]
+        sides = [i for i in range(len(batch.shape)) if roots[i]]
         state = zero_covariances(batch, sides, group["factor_dtype"])
         for i in sides:
             eyes = batch.eyes(batch.shape[i])
@@ -137,7 +132,9 @@ class Shampoo(Preconditioned):
             scale = grad.size(i + 1) / prod(grad.shape[1:])
             observe_side_(state[f"cov.{i}"], white, i, group["factor_beta"], scale)
 
-    def refresh(self, state: dict[str, Tensor], group: Mapping[str, Any]) -> dict[str, Tensor]:
+    def refresh(
+        self, state: dict[str, Tensor], group: Mapping[str, Any], first: bool
+    ) -> dict[str, Tensor]:
         beta, fresh = group["factor_beta"], {}
         for i in sides_of(state):
             cov = debiased(state, i, beta, group)
@@ -149,7 +146,7 @@ class Shampoo(Preconditioned):
                 )
             else:
                 fresh[f"values.{i}"], fresh[f"basis.{i}"] = self._decomposed(cov, i, state, group)
-        return {key: known_only(value, key, state) for key, value in fresh.items()}
+        return {key: where_observed(value, key, state) for key, value in fresh.items()}
 
     def _decomposed(
         self, cov: Tensor, side: int, state: Mapping[str, Tensor], group: Mapping[str, Any]
@@ -182,3 +179,20 @@ class Shampoo(Preconditioned):
                 powers = inverse_power(values, root, group["damping"], group["deficient"])
                 factors[i] = Eigen(powers, state[f"basis.{i}"])
         return tuple(factors)
+
+
+def check_shampoo(group: Mapping[str, Any]) -> None:
+    check_choices("Shampoo", group, CHOICES)
+    check_factors("Shampoo", group)
+    check_number("Shampoo", "tolerance", group["tolerance"])
+    root = group["form"] == "root"
+    rule = "0 for form='root'; only form='eigen' keeps a basis"
+    require(not (root and group["tolerance"]), "Shampoo", group, "tolerance", rule)
+    rule = "'eigh' for form='eigen'"
+    require(root or group["solver"] == "eigh", "Shampoo", group, "solver", rule)
+    for order in range(1, 5):
+        for root in exponents(group, order):
+            if root:
+                check_root(
+                    root, group["damping"], solver=group["solver"], deficient=group["deficient"]
+                )

@@ -1,19 +1,32 @@
 """Sign descent: every element of a matrix moves by the learning rate (Signum, 1802.04434)."""
 
 from collections.abc import Mapping
-from typing import Any, Unpack
+from typing import Any
 
 from torch import Tensor
 
-from isokron.optim.engine import Params, Preconditioned
-from isokron.optim.settings import Shared
+from isokron.optim.layout import Traits
+from isokron.optim.preconditioned import Params, Preconditioned
+from isokron.optim.settings import Average, Graft, Nonfinite, checked_keywords, keywords_of
 
 
 class SignDescent(Preconditioned):
-    """W ← W − lr(sign(M) + λW), M the first moment: steepest descent in the largest-entry norm."""
+    """W ← W − lr(sign(M) + λW), M the first moment: steepest descent in the largest-entry norm.
 
-    debias = False  # the sign of a moment does not depend on its scale
+    Args:
+        params: Parameters, named parameters or parameter groups.
+        lr: Learning rate.
+        momentum: Decay rate of M.
+        nesterov: Take (1−β)G + βM in place of M.
+        weight_decay: λ.
+        graft: Take the step length of "sgd", "adagrad", "rmsprop" or "adam" instead.
+        betas: Of AdamW, which steps what is not a matrix, and of grafting.
+        eps: Of AdamW and of grafting.
+        average: "schedule_free" or "primal" averages of the iterates; see docs/engine.md.
+        nonfinite: On a gradient that is not finite: "raise", "skip" the step or "ignore" it.
+    """
 
+    @checked_keywords()
     def __init__(
         self,
         params: Params,
@@ -22,20 +35,14 @@ class SignDescent(Preconditioned):
         momentum: float = 0.9,
         nesterov: bool = False,
         weight_decay: float = 0.1,
-        graft: str | None = None,
+        graft: Graft = None,
         betas: tuple[float, float] = (0.9, 0.99),
-        **shared: Unpack[Shared],
+        eps: float = 1e-8,
+        average: Average = None,
+        nonfinite: Nonfinite = "raise",
     ) -> None:
-        super().__init__(
-            params,
-            lr,
-            momentum=momentum,
-            nesterov=nesterov,
-            weight_decay=weight_decay,
-            graft=graft,
-            betas=betas,
-            **shared,
-        )
+        # the sign of a moment does not depend on its scale
+        super().__init__(params, lr, Traits(debias=False), **keywords_of(locals()))
 
     def direction(
         self, moment: Tensor, state: dict[str, Tensor], group: Mapping[str, Any]

@@ -1,93 +1,101 @@
 """SOAP: Adam in the eigenbasis of Shampoo's factors (Vyas et al., 2409.11321)."""
 
 from collections.abc import Mapping
-from typing import Any, Unpack
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from isokron.linalg import eigenbasis, follow, mirror_, offdiagonal
-from isokron.operators import KronEigen, multiply
+from isokron.linalg import eigenbasis, follow, mirror_, multiply, offdiagonal
+from isokron.operators import KronEigen
 from isokron.optim.blocks import Batch
-from isokron.optim.covariances import (
-    known_only,
-    observe_side_,
-    preconditioned_sides,
-    sides_of,
-    zero_covariances,
-)
-from isokron.optim.engine import Params, Preconditioned
-from isokron.optim.groups import check_factors, check_number
+from isokron.optim.layout import Traits
 from isokron.optim.moments import (
     corrected,
     counted,
-    filtered_,
     first_moment_,
+    observe_side_,
     second_moment_,
+    sides_of,
+    where_observed,
+    zero_covariances,
 )
-from isokron.optim.settings import HeavyBall
+from isokron.optim.preconditioned import Params, Preconditioned
+from isokron.optim.settings import (
+    Average,
+    Graft,
+    Nonfinite,
+    Refresh,
+    check_choices,
+    check_factors,
+    check_number,
+    checked_keywords,
+    keywords_of,
+)
 
-BASES = ("qr", "eigh")
+GROUP_SETTINGS: dict[str, Any] = {"factor_dtype": None}
 
 
 class SOAP(Preconditioned):
     """P = Q[(QᵀM̂) ⊘ (√Ê + ε)], E the second moment of QᵀG, Q the eigenbases of Shampoo's factors.
 
-    The first moment is kept in the basis too: a step rotates the gradient there and the update
-    back, and nothing else. `factor_beta`: of the factors, betas[1] by default; 1, of either, sums
-    as AdaGrad does. `basis`: how it is
-    refreshed after its first time, by one "qr" iteration or by "eigh". `tolerance`: a basis that
-    diagonalises its factor to this relative error is left as it is. `graft`: with None, as SOAP was
-    published, a gradient of low rank makes a short step. `shared`: see docs/engine.md.
+    The first moment is kept in the basis too: a step rotates the gradient into it and the update
+    back, and nothing else.
+
+    Args:
+        params: Parameters, named parameters or parameter groups.
+        lr: Learning rate.
+        betas: Decay rates of M and E; β₂ = 1 sums as AdaGrad does. Also those of AdamW.
+        eps: ε. Also that of AdamW.
+        weight_decay: λ of W ← W − lr·λW.
+        factor_beta: Decay rate of the factors; None: betas[1]; 1 sums as AdaGrad does.
+        basis: Refresh the basis by one "qr" iteration, or by "eigh". The first is by "eigh".
+        tolerance: A basis that diagonalises its factor to this relative error is kept.
+        graft: Take the step length of "sgd", "adagrad", "rmsprop" or "adam". None is SOAP as
+            published, which makes short steps where gradients have low rank.
+        every: Steps between refreshes of the bases.
+        start: Step of the first refresh; then at 2·start, 4·start, … up to `every`.
+        refresh: "together", "staggered", or a delay in steps; see docs/shampoo.md.
+        max_dim: Longer dimensions are cut into blocks.
+        average: "schedule_free" or "primal" averages of the iterates; see docs/engine.md.
+        nonfinite: On a gradient that is not finite: "raise", "skip" the step or "ignore" it.
+
+    Group settings besides the shared ones of docs/engine.md:
+        factor_dtype: Of the factors; None: that of the state.
     """
 
-    heavy_ball = True
-    keeps_moment = True
-    squares = True
-    operator = ("basis",)
-    shaping = ("factor_dtype",)
-
+    @checked_keywords(GROUP_SETTINGS)
     def __init__(
         self,
         params: Params,
         lr: float | Tensor = 1e-2,
         *,
         betas: tuple[float, float] = (0.9, 0.95),
-        factor_beta: float | None = None,
-        basis: str = "qr",
-        tolerance: float = 0.0,
-        factor_dtype: torch.dtype | None = None,
-        graft: str | None = "adam",
+        eps: float = 1e-8,
         weight_decay: float = 0.1,
+        factor_beta: float | None = None,
+        basis: Literal["qr", "eigh"] = "qr",
+        tolerance: float = 0.0,
+        graft: Graft = "adam",
         every: int = 10,
         start: int | None = 2,
+        refresh: Refresh = "together",
         max_dim: int | None = 256,
-        **shared: Unpack[HeavyBall],
+        average: Average = None,
+        nonfinite: Nonfinite = "raise",
     ) -> None:
-        super().__init__(
-            params,
-            lr,
-            betas=betas,
-            factor_beta=factor_beta,
-            basis=basis,
-            tolerance=tolerance,
-            factor_dtype=factor_dtype,
-            graft=graft,
-            weight_decay=weight_decay,
-            every=every,
-            start=start,
-            max_dim=max_dim,
-            **shared,
+        settings = keywords_of(locals())
+        traits = Traits(
+            check=check_soap,
+            operator=("basis",),
+            keeps_moment=True,
+            heavy_ball=True,
+            squares=True,
         )
-
-    def check(self, group: Mapping[str, Any]) -> None:
-        if group["basis"] not in BASES:
-            raise ValueError(f"SOAP: basis must be one of {BASES}, got {group['basis']!r}")
-        check_factors("SOAP", group)
-        check_number("SOAP", "tolerance", group["tolerance"])
+        super().__init__(params, lr, traits, **settings, **GROUP_SETTINGS)
 
     def init_state(self, batch: Batch, group: Mapping[str, Any]) -> dict[str, Tensor]:
-        sides = preconditioned_sides(batch, group)
+        sides = range(len(batch.shape))
         return {
             "rotated": batch.zeros(),  # the first moment, in the basis
             "variance": batch.zeros(),  # of the gradient in the basis
@@ -99,14 +107,12 @@ class SOAP(Preconditioned):
         for i in sides_of(state):
             observe_side_(state[f"cov.{i}"], grad, i, _factor_beta(group))
 
-    def first_refresh(
-        self, state: dict[str, Tensor], group: Mapping[str, Any]
+    def refresh(
+        self, state: dict[str, Tensor], group: Mapping[str, Any], first: bool
     ) -> dict[str, Tensor]:
-        """By eigh: one iteration that starts from the identity leads nowhere."""
-        bases = {f"basis.{i}": eigenbasis(state[f"cov.{i}"]) for i in sides_of(state)}
-        return {key: known_only(basis, key, state) for key, basis in bases.items()}
-
-    def refresh(self, state: dict[str, Tensor], group: Mapping[str, Any]) -> dict[str, Tensor]:
+        if first:  # by eigh: one QR iteration that starts from the identity leads nowhere
+            bases = {f"basis.{i}": eigenbasis(state[f"cov.{i}"]) for i in sides_of(state)}
+            return {key: where_observed(basis, key, state) for key, basis in bases.items()}
         return {f"basis.{i}": self._refreshed(state, i, group) for i in sides_of(state)}
 
     def _refreshed(self, state: dict[str, Tensor], side: int, group: Mapping[str, Any]) -> Tensor:
@@ -118,7 +124,7 @@ class SOAP(Preconditioned):
         if group["tolerance"]:
             fits = offdiagonal(cov, old) <= group["tolerance"]
             basis = torch.where(fits[:, None, None], old, basis)
-        return known_only(basis, f"basis.{side}", state)
+        return where_observed(basis, f"basis.{side}", state)
 
     def install(
         self, fresh: dict[str, Tensor], state: dict[str, Tensor], group: Mapping[str, Any]
@@ -142,13 +148,16 @@ class SOAP(Preconditioned):
         second_moment_(state["variance"], turned, beta2)
         variance = corrected(state["variance"], beta2, state, group)
         deviation, step = variance.sqrt().add_(group["eps"]), counted(state, group)
-        if group["beta3"] is not None:
-            moment = filtered_(state["rotated"], turned, beta1, group["beta3"], step)
-        else:
-            moment = first_moment_(state["rotated"], turned, beta1, False, step)
+        moment = first_moment_(state["rotated"], turned, beta1, False, step)
         return eigen.unrotate(moment / deviation)
 
 
 def _factor_beta(group: Mapping[str, Any]) -> float:
     beta = group["factor_beta"]
     return group["betas"][1] if beta is None else beta
+
+
+def check_soap(group: Mapping[str, Any]) -> None:
+    check_choices("SOAP", group, {"basis": ("qr", "eigh")})
+    check_factors("SOAP", group)
+    check_number("SOAP", "tolerance", group["tolerance"])

@@ -1,0 +1,225 @@
+"""AdamW on lists of tensors, with the bits of torch.optim.AdamW(fused=True).
+
+m ← m + (1−β₁)(g − m), v ← β₂v + (1−β₂)g²
+p ← p(1 − lr·λ) − lr/(1−β₁ᵗ) · m / (√v/√(1−β₂ᵗ) + ε)      (Loshchilov and Hutter, 1711.05101)
+"""
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
+
+from isokron.distributed import Place, fill_, gather_parts_, is_sharded, part_of, whole_from
+from isokron.distributed.gradient_buckets import BUCKET_BYTES, GradientBuckets
+from isokron.kernels import Lists, StepCount, Tensors, adamw_
+from isokron.optim.settings import decay_rate, learning_rate
+
+# CPU kernels compute up to 32 elements at once, and what remains at the end of a tensor one by
+# one, with other rounding.
+VECTOR = 32
+
+
+class FusedList:
+    """Parameters of one group, device and dtype, with their state in lists.
+
+    The lists are kept from step to step, and one step counter serves all parameters until a
+    gradient is missing: over many small tensors, Python is most of a step.
+    """
+
+    def __init__(self, params: Sequence[Tensor], dtype: torch.dtype, amsgrad: bool) -> None:
+        self.params = tuple(params)
+        names = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * amsgrad
+        self.state = {key: tuple(torch.zeros_like(p, dtype=dtype) for p in params) for key in names}
+        counter = torch.zeros((), dtype=torch.float32, device=params[0].device)
+        self.step = (counter,) * len(params)
+        self.count = StepCount()
+
+    def row(self, i: int) -> dict[str, Tensor]:
+        """The state of parameter i under the names torch.optim.AdamW gives it."""
+        return {"step": self.step[i], **{key: values[i] for key, values in self.state.items()}}
+
+    def adopt_(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Take over a saved state, of any layout, dtype or device; missing entries stay zero."""
+        counts = [float(entry.get("step", 0)) for entry in saved]
+        shared = len(set(counts)) == 1
+        steps = [torch.full_like(self.step[0], count) for count in counts[: 1 if shared else None]]
+        self.step = tuple(steps * (len(counts) if shared else 1))
+        for key, values in self.state.items():
+            for value, entry in zip(values, saved, strict=True):
+                if key in entry:
+                    value.copy_(entry[key])
+
+    def step_(self, group: Mapping[str, Any]) -> bool:
+        """One step; True if parameters have counters of their own now."""
+        grads = [grad for p in self.params if (grad := p.grad) is not None]
+        if not grads:
+            return False
+        if len(grads) == len(self.params):
+            self._update_(self._lists(grads), group, self.count)
+            return False
+        separated = self.step[0] is self.step[1]
+        if separated:
+            self.step = tuple(step.clone() for step in self.step)
+        rows = [i for i, p in enumerate(self.params) if p.grad is not None]
+        lists: list[Tensors] = [
+            [tensors[i] for i in rows] if tensors else [] for tensors in self._lists([])
+        ]
+        lists[1] = grads
+        self._update_(lists, group, StepCount())
+        return separated
+
+    def _lists(self, grads: list[Tensor]) -> Lists:
+        moments = (self.state["exp_avg"], self.state["exp_avg_sq"])
+        return (self.params, grads, *moments, self.state.get("max_exp_avg_sq", ()), self.step)
+
+    def _update_(self, lists: Lists, group: Mapping[str, Any], count: StepCount) -> None:
+        params, grads, exp_avgs, exp_avg_sqs, maxima, steps = lists
+        state = (exp_avgs, exp_avg_sqs, maxima, steps)
+        if len(steps) > 1 and steps[0] is steps[1]:
+            steps[0].add_(1)
+        else:
+            torch._foreach_add_(steps, 1)
+        weight_decay = group["weight_decay"]
+        if weight_decay and group["decay"] == "l2":
+            signed = -weight_decay if group["maximize"] else weight_decay
+            grads = list(torch._foreach_add(grads, params, alpha=signed))
+        beta1, beta2 = group["betas"]
+        settings = {
+            "lr": learning_rate(group),
+            "beta1": beta1,
+            "beta2": beta2,
+            "weight_decay": decay_rate(group),
+            "eps": group["eps"],
+            "maximize": group["maximize"],
+        }
+        if adamw_(params, grads, *state, count=count, **settings):
+            return
+        for param, exp_avg in zip(params, exp_avgs, strict=True):
+            if param.shape != exp_avg.shape:
+                raise RuntimeError(
+                    f"AdamW: a parameter must keep its shape, but one of {tuple(exp_avg.shape)} is "
+                    f"{tuple(param.shape)} now; make the optimizer anew"
+                )
+        # fused kernels read memory and ignore strides
+        targets = [_laid_out(p, m) for p, m in zip(params, exp_avgs, strict=True)]
+        copies = [_laid_out(g, m) for g, m in zip(grads, exp_avgs, strict=True)]
+        adamw_(targets, copies, *state, **settings)
+        for param, target in zip(params, targets, strict=True):
+            if target is not param:
+                param.copy_(target)
+
+
+def _laid_out(tensor: Tensor, like: Tensor) -> Tensor:
+    """`tensor` itself if it has the dtype and memory layout of `like`, else a copy that has."""
+    if tensor.dtype is like.dtype and tensor.stride() == like.stride():
+        return tensor
+    return torch.empty_like(like).copy_(tensor)
+
+
+class PartList:
+    """The parts of parameters that this rank steps: its rows of a whole one, or its shard.
+
+    Rows of whole parameters are all-gathered after the step. The state of a parameter is a DTensor,
+    so that torch.distributed.checkpoint reshards it. `buckets`: where the gradients are if they
+    are sharded; None if they are in `.grad`.
+    """
+
+    def __init__(
+        self, params: Sequence[Tensor], places: Sequence[Place], dtype: torch.dtype, amsgrad: bool
+    ) -> None:
+        self.params, self.places = tuple(params), tuple(places)
+        self.margins = [_margins(*pair) for pair in zip(self.params, self.places, strict=True)]
+        parts = [_padded(*pair) for pair in zip(self._parts(), self.margins, strict=True)]
+        self.list = FusedList(parts, dtype, amsgrad)
+        self.buckets: GradientBuckets | None = None
+
+    def row(self, i: int) -> dict[str, Tensor]:
+        """The state of parameter i under the names torch.optim.AdamW gives it."""
+        param, place, row = self.params[i], self.places[i], self.list.row(i)
+        part = part_of(param.detach(), place)
+        return {
+            key: value
+            if key == "step"
+            else whole_from(_unpadded(value, self.margins[i], part), param, place)
+            for key, value in row.items()
+        }
+
+    def adopt_(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Take over a saved state, of whole parameters or of parts."""
+        self.list.adopt_([{"step": entry["step"]} if "step" in entry else {} for entry in saved])
+        for i, entry in enumerate(saved):
+            for key, value in self.row(i).items():
+                if key in entry and key != "step":
+                    fill_(value, entry[key])
+
+    def step_(self, group: Mapping[str, Any]) -> bool:
+        """One step; True if parameters have counters of their own now."""
+        parts, grads = self._parts(), self._gradients()
+        for i, flat in enumerate(self.list.params):
+            # anew in every step, because `param.data` may have been replaced
+            flat.data = _padded(parts[i], self.margins[i])
+            grad = grads[i]
+            flat.grad = None if grad is None else _padded(grad, self.margins[i]).to(flat.dtype)
+        separated = self.list.step_(group)
+        for part, flat, margins in zip(parts, self.list.params, self.margins, strict=True):
+            flat.grad = None
+            if flat.data_ptr() != part.data_ptr():
+                part.copy_(_unpadded(flat, margins, part))
+        self._gather([i for i, grad in enumerate(grads) if grad is not None])
+        return separated
+
+    def _parts(self) -> list[Tensor]:
+        pairs = zip(self.params, self.places, strict=True)
+        return [part_of(param.detach(), place) for param, place in pairs]
+
+    def _gradients(self) -> list[Tensor | None]:
+        """This rank's part of every gradient."""
+        if self.buckets is not None:
+            return [self.buckets.rows(param) for param in self.params]
+        return [
+            None if param.grad is None else part_of(param.grad, place)
+            for param, place in zip(self.params, self.places, strict=True)
+        ]
+
+    def _gather(self, stepped: list[int]) -> None:
+        """All-gather parameters, some at a time: each call needs a buffer for all that it gets."""
+        size, buckets = 0, dict[int, list[tuple[Tensor, Place]]]()
+        for i in stepped:
+            param = self.params[i]
+            buckets.setdefault(size // BUCKET_BYTES, []).append((param, self.places[i]))
+            size += param.numel() * param.element_size()
+        for bucket in buckets.values():
+            gather_parts_(bucket)
+
+
+def _margins(param: Tensor, place: Place) -> tuple[int, int]:
+    """Zeros before and after a part with which its elements have the bits of the whole parameter.
+
+    With zeros after it no element is at the end of a tensor. The last part of a parameter has them
+    before it instead, so that the same elements as in the whole parameter are at the end.
+    """
+    by_rows = place.dim == 0 if is_sharded(param) else param.ndim > 0
+    if not by_rows:
+        return 0, 0
+    ranks, length, row = place.ranks, param.shape[0], prod(param.shape[1:])
+    chunk = -(-length // ranks.size)
+    start, stop = (min(rank * chunk, length) * row for rank in (ranks.rank, ranks.rank + 1))
+    if start == stop:
+        return 0, 0
+    return (0, (start - stop) % VECTOR) if stop < length * row else (start % VECTOR, 0)
+
+
+def _padded(part: Tensor, margins: tuple[int, int]) -> Tensor:
+    """A part, flattened, between its margins; it shares memory where there are none."""
+    flat = part.reshape(-1)
+    return nn.functional.pad(flat, margins) if any(margins) else flat
+
+
+def _unpadded(flat: Tensor, margins: tuple[int, int], part: Tensor) -> Tensor:
+    """The inverse of `_padded`, in the shape of `part`; it shares memory with `flat`."""
+    inner = flat[margins[0] : margins[0] + part.numel()].view(part.shape)
+    # from_dlpack makes a storage that begins there: torch cannot copy a DTensor with an offset
+    return from_dlpack(inner) if margins[0] else inner

@@ -1,0 +1,174 @@
+"""What NaturalGradient refuses: settings, parameters, gradients and ranks that differ."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isokron.curvature.fit import FISHERS
+from isokron.curvature.layers import MAX_SIDE, Layer, find_layers
+from isokron.curvature.statistics import Sums
+from isokron.distributed import Ranks, is_sharded
+from isokron.linalg import on_host
+from isokron.operators.low_rank import DTYPES, STORAGES
+from isokron.optim.settings import check_number, param_name
+
+CHOICES = {
+    "method": ("kfac", "ekfac", "tkfac"),
+    "fisher": FISHERS,
+    "reduction": ("mean", "sum", "global_mean"),
+    "nonfinite": ("raise", "skip", "ignore"),
+    "store": STORAGES,
+    "store_dtype": (None, *DTYPES),
+}
+UNEQUAL = 1e-4  # by how much norms of equal gradients may differ, on unlike machines
+Groups = Sequence[Mapping[str, Any]]
+
+
+def check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Raise one ValueError that names the argument, the rule and the value."""
+
+    def need(ok: bool, name: str, rule: str) -> None:
+        if not ok:
+            value = arguments[name]
+            raise ValueError(f"NaturalGradient: {name} must be {rule}, got {name}={value!r}")
+
+    for name, choices in CHOICES.items():
+        need(arguments[name] in choices, name, f"one of {', '.join(map(repr, choices))}")
+    for name in ("lr", "weight_decay"):
+        check_number("NaturalGradient", name, arguments[name])
+    for name in ("damping", *(["kl_clip"] if arguments["kl_clip"] is not None else [])):
+        check_number("NaturalGradient", name, arguments[name], "above 0")
+    for name, least in {"every": 1, "statistics_every": 1, "t_max": 2}.items():
+        counted = type(arguments[name]) is int and arguments[name] >= least
+        need(counted, name, f"a whole number of at least {least}")
+    need(0 <= arguments["momentum"] < 1, "momentum", "at least 0 and below 1")
+    need(0 <= arguments["factor_beta"] <= 1, "factor_beta", "at least 0 and at most 1")
+    condition = arguments["max_condition"]
+    need(condition is None or condition >= 1, "max_condition", "None or at least 1")
+    split = arguments["split_damping"] and arguments["method"] == "ekfac"
+    rule = "False for method='ekfac', whose eigenvalues are not products of two sides"
+    need(not split, "split_damping", rule)
+
+
+def check_not_sharded(group: Mapping[str, Any]) -> None:
+    for i, param in enumerate(group["params"]):
+        if is_sharded(param):
+            raise ValueError(
+                f"NaturalGradient: parameter {param_name(group, i)} is a DTensor, but layers must "
+                "have whole weights; wrap the model in DistributedDataParallel, or take Shampoo or "
+                "SOAP with fully_shard"
+            )
+
+
+def choose_layers(model: nn.Module, patterns: list[str] | None, head: str) -> list[Layer]:
+    """The layers named, or all with dense inputs; none whose parameters another layer has too."""
+    # routers and experts are not called as modules; they go to AdamW, as unknown types do
+    layers = [
+        layer
+        for layer in find_layers(model, patterns or "*", head=head).layers
+        if layer.observed == "module" or isinstance(layer.module, nn.MultiheadAttention)
+    ]
+    if patterns is None:
+        layers = [x for x in layers if x.kind == "dense" and x.shape[2] <= MAX_SIDE]
+    names: dict[Tensor, set[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(param, set()).add(name)
+    tied = {name for same in names.values() if len(same) > 1 for name in same}
+    layers = [layer for layer in layers if not tied & set(layer.layout.params.values())]
+    if not layers:
+        raise ValueError(
+            f"no layer to precondition in {type(model).__name__} with layers={patterns!r}: linear "
+            f"layers of at most {MAX_SIDE:,} inputs and outputs, convolutions and attention are by "
+            "default, embeddings and norms when they are named, tied weights never; use AdamW, or "
+            "name layers"
+        )
+    return layers
+
+
+def find_problem(groups: Groups, observed: Mapping[str, Sums]) -> str | None:
+    """Why to skip a step, or None; raises unless nonfinite is "skip". One wait for a device."""
+    checked: dict[str, list[Tensor]] = {}
+    for group in groups:
+        for i, param in enumerate(group["params"]):
+            if param.grad is None:
+                continue
+            if param.grad.layout is not torch.strided or param.grad.is_complex():
+                raise RuntimeError(
+                    "NaturalGradient does not support sparse or complex gradients, got one for "
+                    f"parameter {param_name(group, i)}; make the layer with sparse=False"
+                )
+            checked[f"non-finite gradient of parameter {param_name(group, i)}"] = [param.grad]
+    for name, sums in observed.items():
+        what = f"inputs or gradients of outputs of layer {name!r} are not finite"
+        checked[what] = [value for value in sums.tensors() if value.ndim]
+    if groups[0]["nonfinite"] == "ignore":
+        return None
+    # no NaN or infinity leaves a sum finite
+    totals = iter(on_host([x.sum(dtype=_wide(x)) for tensors in checked.values() for x in tensors]))
+    for what, tensors in checked.items():
+        total = sum(next(totals)[0] for _ in tensors)
+        # finite numbers may have a sum that is not
+        if math.isfinite(total) or all(bool(x.isfinite().all()) for x in tensors):
+            continue
+        if groups[0]["nonfinite"] == "skip":
+            return what
+        raise FloatingPointError(
+            f"NaturalGradient: {what}; nothing was changed. Look for what overflows, or pass "
+            'nonfinite="skip"'
+        )
+    return None
+
+
+def compare_ranks(
+    ranks: Ranks,
+    groups: Groups,
+    layers: Mapping[str, Layer],
+    observed: Mapping[str, float],
+    skip: str | None,
+) -> tuple[str | None, list[list[float]]]:
+    """Why ranks skip a step, if one does, and the loss terms of every rank by observed layer.
+
+    Raises on all ranks where they are about to do different things.
+    """
+    facts = {
+        "layers": {name: layer.shape for name, layer in layers.items()},
+        "settings": [
+            {
+                key: float(value) if isinstance(value, Tensor) else repr(value)
+                for key, value in group.items()
+                if key not in ("params", "param_names")
+            }
+            for group in groups
+        ],
+        "observed layers": list(observed),
+        "parameters with a gradient": [
+            param_name(group, i)
+            for group in groups
+            for i, param in enumerate(group["params"])
+            if param.grad is not None
+        ],
+    }
+    ranks.agree("NaturalGradient: what ranks step with", facts)
+    grads = [p.grad for group in groups for p in group["params"] if p.grad is not None]
+    norms = [torch.linalg.vector_norm(grad, dtype=_wide(grad)) for grad in grads]
+    norm = math.hypot(*(value for (value,) in on_host(norms)))
+    numbers = [float(skip is not None), norm, *observed.values()]
+    sent = torch.tensor(numbers, dtype=torch.float64, device=ranks.device)
+    everyone = ranks.all_gather(sent).tolist()
+    for rank, (skips, length, *_) in enumerate(everyone):
+        if skips:
+            return skip or f"rank {rank} leaves it out", []
+        if abs(length - norm) > UNEQUAL * max(length, norm):
+            raise RuntimeError(
+                f"NaturalGradient: gradients must be the same on all ranks, but their norm is "
+                f"{norm:.6g} on rank {ranks.rank} and {length:.6g} on rank {rank}; wrap the model "
+                "in DistributedDataParallel, or all-reduce gradients before step()"
+            )
+    return None, [counts for _, _, *counts in everyone]
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)

@@ -1,0 +1,550 @@
+"""NaturalGradient: steps along the inverse of a Kronecker-factored Fisher of every layer."""
+
+import logging
+import operator
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isokron.curvature.fit import add_ranks_, policy_by_layer
+from isokron.curvature.layer_report import CurvatureReport
+from isokron.curvature.layers import pack, unpack
+from isokron.curvature.losses import CrossEntropy, Likelihood
+from isokron.curvature.observer import Observer
+from isokron.curvature.running_fisher import RunningFisher, decompose
+from isokron.curvature.statistics import Sums, means_of
+from isokron.distributed import TIMEOUT, Ranks, process_count, ranks_of
+from isokron.distributed.rank_tasks import together
+from isokron.linalg import sent
+from isokron.optim.adamw import AdamW
+from isokron.optim.natural_checks import (
+    check_arguments,
+    check_not_sharded,
+    choose_layers,
+    compare_ranks,
+    find_problem,
+)
+from isokron.optim.settings import learning_rate
+
+logger = logging.getLogger(__name__)
+
+# arguments that are settings of the parameter group, and so in checkpoints
+SETTINGS = (
+    *("lr", "method", "damping", "split_damping", "max_condition", "every", "statistics_every"),
+    *("momentum", "weight_decay", "kl_clip", "factor_beta", "reduction", "adapt_damping"),
+    *("maximize", "nonfinite"),
+)
+LEAST_DAMPING, MOST_DAMPING = 1e-10, 1e4  # between which it is adapted
+Observed = dict[str, tuple[Sums, float]]  # by layer, with the number of loss terms
+
+
+class NaturalGradient(torch.optim.Optimizer):
+    """W ← W − lr·ν·V, V = (F + λI)⁻¹M̂, F ≈ G ⊗ A layer by layer, M̂ the mean of gradients.
+
+    It takes the model, since A and G are made of what layers see in passes that are made anyway.
+    See docs/natural.md.
+
+    Args:
+        model: all of its parameters are stepped, those without a layer named here by AdamW.
+        method: "kfac"; "ekfac" measures eigenvalues in the eigenbases; "tkfac" keeps traces.
+        fisher: gradients of the data's labels ("empirical"), of labels drawn from the model
+            ("sampled") or of all labels ("exact"); the last two need `observe(outputs)`.
+        loss: whose distribution `observe` draws from; CrossEntropy() by default.
+        damping: λ. `split_damping`: (G + √λ/π I) ⊗ (A + π√λ I) in place of G ⊗ A + λI.
+        max_condition: κ; eigenvalues below their maximum/κ are lifted to it.
+        every: steps between eigendecompositions. `statistics_every`: between observations.
+        momentum: μ of M ← μM + (1−μ)∇. `factor_beta`: rate of the means, per observation.
+        kl_clip: most of lr²⟨V, M̂⟩, twice the KL divergence that a step may cause; None: no limit.
+        layers: patterns of names; None: linear layers, convolutions and attention.
+        policy: which output sides are kept as gradients (Woodbury), with `rho`, `t_max`, `store`
+            and `store_dtype`, as in `curvature.fit`; past `t_max` the best half of them is kept.
+        reduction: whether the loss is the "mean" over the examples of all passes before a step,
+            their "sum", or on ranks the "global_mean".
+        adapt_damping: by the closure's loss after a step.
+        adamw_lr, betas, eps: of AdamW, which steps all other parameters.
+        nonfinite: "raise", "skip" the step or "ignore" gradients that are not finite.
+        seed: of the labels drawn for fisher="sampled".
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float | Tensor = 1e-2,
+        *,
+        method: str = "kfac",
+        fisher: str = "empirical",
+        loss: Likelihood | None = None,
+        damping: float = 1e-3,
+        split_damping: bool = False,
+        max_condition: float | None = None,
+        every: int = 10,
+        statistics_every: int = 1,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        kl_clip: float | None = 1e-3,
+        layers: Iterable[str] | str | None = None,
+        factor_beta: float = 0.95,
+        policy: str | Mapping[str, str] = "dense",
+        rho: float = 0.75,
+        t_max: int = 1024,
+        store: str = "auto",
+        store_dtype: torch.dtype | None = None,
+        reduction: str = "mean",
+        adapt_damping: bool = False,
+        adamw_lr: float | Tensor = 3e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        maximize: bool = False,
+        nonfinite: str = "raise",
+        seed: int = 0,
+    ) -> None:
+        arguments = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                "NaturalGradient takes the model, whose layers it observes, got "
+                f"{type(model).__name__}; write NaturalGradient(model)"
+            )
+        check_arguments(arguments)
+        patterns = [layers] if isinstance(layers, str) else None if layers is None else list(layers)
+        chosen = choose_layers(model, patterns, "skip" if policy == "dense" else "lowrank")
+        policies = policy_by_layer(policy, [layer.name for layer in chosen], method)
+        woodbury: Any = {"rho": rho, "t_max": t_max, "storage": store, "store_dtype": store_dtype}
+        self._fishers = fishers = {
+            layer.name: RunningFisher(layer, method, policies[layer.name], **woodbury)
+            for layer in chosen
+        }
+        params = dict(model.named_parameters(remove_duplicate=False))
+        self._params: dict[str, dict[str, Tensor]] = {
+            layer.name: {name: params[name] for name in layer.layout.params.values()}
+            for layer in chosen
+        }
+        taken = {param for named in self._params.values() for param in named.values()}
+        first, others = (
+            [
+                (name, param)
+                for name, param in model.named_parameters()
+                if (param in taken) is preconditioned
+            ]
+            for preconditioned in (True, False)
+        )
+        group = {key: arguments[key] for key in SETTINGS}
+        super().__init__([{"params": first}], {**group, "lr_scale": 1.0, "steps": 0})
+        check_not_sharded(self.param_groups[0])
+        self._adamw: AdamW | None = None
+        if others:
+            shared: Any = {"maximize": maximize, "state_dtype": torch.float32}
+            self._adamw = AdamW(others, adamw_lr, betas, eps, weight_decay, **shared)
+            self.param_groups.append(self._adamw.param_groups[0])
+        self.model, self.fisher, self.seed = model, fisher, seed
+        self.loss: Likelihood = CrossEntropy() if loss is None else loss
+        self.ranks: Ranks | None = None
+        self.loss_scale: float | Tensor = 1.0
+        self.skipped_steps = self.failed_refreshes = 0
+        self._arguments, self._warned = arguments, False
+        self._scaler_scale: float | None = None
+        self._expected: float | Tensor | None = None  # change of the loss in the last step
+        self._draws = 0  # calls of `observe` in this step
+        # it knows nothing of the optimizer, with whose end its hooks go
+        self._observer = Observer(chosen, method, fisher, lambda name: fishers[name].make_sums())
+        self._closing = weakref.finalize(self, self._observer.__exit__)
+        self._closing.atexit = False
+        self._arm()
+
+    def distribute(self, group: Any = None, *, timeout: float = TIMEOUT) -> None:
+        """Share statistics with the processes of a group, by default all, while DDP or you average
+        the gradients. Call it on all of them before the first step.
+
+        `timeout`: seconds that a process waits for others.
+        """
+        if self.state or self.param_groups[0]["steps"]:
+            raise RuntimeError(
+                "NaturalGradient: distribute() must come before the first step, and before a state "
+                "is loaded; make the optimizer anew"
+            )
+        self.ranks = ranks_of(group, timeout)
+
+    def _arm(self) -> None:
+        """Hooks for a step that observes; none, and so no cost, for the others."""
+        self._observer.__exit__()
+        if self._observes():
+            bases = {name: fisher.bases() for name, fisher in self._fishers.items()}
+            self._observer.bases = {name: pair for name, pair in bases.items() if pair is not None}
+            self._observer.register()
+
+    def _observes(self) -> bool:
+        """Whether this step observes the layers."""
+        group = self.param_groups[0]
+        return self._closing.alive and group["steps"] % group["statistics_every"] == 0
+
+    def close(self) -> None:
+        """Take the hooks off the model; from then on the curvature stays as it is."""
+        self._observer.forget()
+        self._closing()
+
+    def observe(self, outputs: Tensor, targets: Tensor | None = None) -> None:
+        """Before the backward pass: observe layers by labels that the model itself would give.
+
+        For fisher="sampled" and "exact"; in steps that do not observe it does nothing. No `.grad`
+        is written. `targets`: say which terms count, as those of `loss` that are not ignored do.
+        """
+        if self.fisher == "empirical":
+            raise RuntimeError(
+                "observe() is for fisher='sampled' and 'exact'; the empirical Fisher is observed "
+                "in your own backward pass"
+            )
+        if not self._observes():
+            return
+        shape = outputs.shape[:-1]
+        weights = torch.ones(shape, device=outputs.device)
+        if targets is not None:
+            weights = self.loss.weights(targets).to(outputs.device).reshape(shape)
+        numbers = self.param_groups[0]["steps"], self._draws, self.ranks.rank if self.ranks else 0
+        mixed = sum(
+            map(operator.mul, numbers, (0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0x2545F491))
+        )
+        generator = torch.Generator().manual_seed((self.seed + mixed) % 2**63)
+        self._draws += 1
+        self._observer.observe(outputs, self.loss, weights, generator)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if hasattr(self, "_adamw"):
+            raise RuntimeError(
+                "NaturalGradient has all parameters of its model and takes no other group; make it "
+                "anew from the larger model"
+            )
+        super().add_param_group(param_group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, and what was observed while they were made."""
+        super().zero_grad(set_to_none)
+        self._observer.forget()
+        self._scaler_scale = None
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What GradScaler.step asks first; False: it unscales gradients of parameters itself.
+
+        Gradients of outputs still have its scale, which it tells only to optimizers that unscale,
+        and not even to these after `unscale_`: its frame is read.
+        """
+        scaler = sys._getframe(1).f_locals.get("self")
+        if isinstance(scaler, torch.amp.GradScaler):
+            self._scaler_scale = scaler.get_scale()
+            self._observer.stale = True
+        return False
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step; `closure` clears gradients, computes the loss and goes back from it."""
+        group, loss = self.param_groups[0], None
+        if closure is None and self._is_asked_for_state():
+            return None
+        if group["adapt_damping"] and closure is None:
+            raise RuntimeError(
+                "adapt_damping=True needs the loss after the step: pass a closure, or leave it "
+                "False and call update_damping(loss_before, loss_after)"
+            )
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._warn_of_ranks()
+        idle = all(p.grad is None for g in self.param_groups for p in g["params"])
+        observed = {} if idle else self._observer.take()
+        self._draws = 0
+        skip, everyone = self._agree(observed)
+        self._make_state()
+        if skip is not None:
+            self.skipped_steps += 1
+            logger.warning("skipped a step: %s", skip)
+        if skip is not None or idle:
+            return loss
+        for fisher, means, terms, places in self._means(observed, everyone):
+            fisher.fold_(means, terms, places, group["factor_beta"])
+        self._refresh_(group)
+        self._write_(group)
+        if self._adamw is not None:
+            self._adamw.step()
+        group["steps"] += 1
+        self._show()
+        self._arm()
+        if group["adapt_damping"] and closure is not None and loss is not None:
+            self._observer.__exit__()  # this pass is no observation
+            with torch.enable_grad():
+                after = closure()
+            self.update_damping(*(float(torch.as_tensor(x).detach()) for x in (loss, after)))
+            self._arm()
+        return loss
+
+    def _agree(self, observed: Observed) -> tuple[str | None, list[list[float]]]:
+        """Why to skip this step, and the loss terms of every rank by layer. Nothing has changed."""
+        terms = {name: count for name, (_, count) in observed.items()}
+        with together(self.ranks, "NaturalGradient.step"):  # all ranks raise where one does
+            self._check_observed(observed)
+            sums = {name: part for name, (part, _) in observed.items()}
+            skip = find_problem(self.param_groups, sums)
+        if self.ranks is None:
+            return skip, [list(terms.values())]
+        layers = {name: fisher.layer for name, fisher in self._fishers.items()}
+        return compare_ranks(self.ranks, self.param_groups, layers, terms, skip)
+
+    def _check_observed(self, observed: Observed) -> None:
+        """Refuse a gradient of a layer of which nothing is known."""
+        if self._closing.alive and not self._observes():
+            return  # a layer that has thawed waits for the next observation
+        remedy = "make passes in training mode and call the layer itself"
+        if self.fisher != "empirical":
+            remedy = "call optimizer.observe(outputs) before the backward pass"
+        for name, fisher in self._fishers.items():
+            used = any(param.grad is not None for param in self._params[name].values())
+            if used and name not in observed and not fisher.has_statistics:
+                raise RuntimeError(
+                    f"layer {name!r} has a gradient, but no pass of it was observed; {remedy}, or "
+                    "name in `layers` only others"
+                )
+
+    def _means(
+        self, observed: Observed, everyone: list[list[float]]
+    ) -> Iterator[tuple[RunningFisher, dict[str, Tensor], float, float]]:
+        """Means over the examples of all passes on all ranks, with their terms and places."""
+        scale, self._scaler_scale = self._scaler_scale, None
+        by_hand = float(self.loss_scale)
+        scale = by_hand if scale is None or by_hand != 1.0 else scale
+        reduction = self.param_groups[0]["reduction"]
+        for (name, (sums, terms)), counts in zip(
+            observed.items(), zip(*everyone, strict=True), strict=True
+        ):
+            total, fisher = sum(counts), self._fishers[name]
+            # what makes g̃, the gradient of one term, of ĝ, the gradient of the loss
+            factors = {"mean": terms, "sum": 1.0, "global_mean": total / len(counts)}
+            factor = factors[reduction] / scale if self.fisher == "empirical" else 1.0
+            like = next(iter(self._params[name].values()))
+            if self.ranks is not None:
+                sums.scale_gradients_(factor, inputs=fisher.method == "tkfac")
+                add_ranks_(sums, self.ranks, like, name)
+                factor = 1.0
+            places = float(sums.get("places", total))
+            yield fisher, means_of(sums, total / factor**2, like), total, places
+
+    def _refresh_(self, group: Mapping[str, Any]) -> None:
+        """In steps 0, 1, 2, 4, 8, … up to `every`, while little is known, then at its multiples."""
+        step, every = group["steps"], group["every"]
+        due = step % every == 0 or (step < every and step & (step - 1) == 0)
+        fishers = [
+            f for f in self._fishers.values() if f.has_statistics and (due or not f.has_inverse)
+        ]
+        fishers = [fisher for fisher in fishers if fisher.layer.kind != "diagonal"]
+        if not fishers:
+            return
+        for fisher, pairs in zip(fishers, decompose(fishers, self.ranks), strict=True):
+            if pairs is not None:
+                fisher.refresh_(pairs)
+                continue
+            self.failed_refreshes += 1
+            fisher.fallbacks["failed"] += 1
+            name = fisher.layer.name
+            logger.warning("no eigenbasis of layer %r was found; it keeps what it has", name)
+
+    def _write_(self, group: Mapping[str, Any]) -> None:
+        """All directions, then their common scale, then the step."""
+        moves = []
+        for name, fisher in self._fishers.items():
+            params = self._params[name]
+            if fisher.has_inverse and any(param.grad is not None for param in params.values()):
+                moves.append((fisher, *self._move(fisher, params, group)))
+        if not moves:
+            return
+        lr = float(learning_rate(group))
+        slope = _total([(direction, moment) for _, _, moment, direction in moves])
+        # ⟨V, HV⟩ = ⟨V, M̂⟩: what the quadratic model says this step will change
+        falls = _total([(direction, grad) for _, grad, _, direction in moves])
+        if self.ranks is not None:  # on unlike machines they may differ by rounding
+            numbers = torch.stack([slope, falls]).to(self.ranks.device)
+            slope, falls = self.ranks.all_gather(numbers)[0].unbind()
+        size = torch.full_like(slope, lr)
+        if group["kl_clip"] is not None:
+            clipped = (group["kl_clip"] / slope).sqrt()
+            size = torch.where(lr**2 * slope > group["kl_clip"], clipped, size)
+        self._expected = size**2 / 2 * slope - size * falls  # read only where damping is adapted
+        for fisher, _, _, direction in moves:
+            layout, factor = fisher.layer.layout, sent(size, direction.device)
+            for key, value in unpack(layout, direction).items():
+                param = self._params[fisher.layer.name][layout.params[key]]
+                if param.grad is not None:
+                    part = layout.part(key, param)
+                    part.mul_(1 - lr * group["weight_decay"])
+                    part.sub_((value * factor).to(param.dtype))
+
+    def _move(
+        self, fisher: RunningFisher, params: Mapping[str, Tensor], group: Mapping[str, Any]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradient, the debiased mean of gradients, and the direction. [B, o, i] each"""
+        grads = {
+            name: torch.zeros_like(param) if param.grad is None else param.grad
+            for name, param in params.items()
+        }
+        matrix, state, beta = pack(fisher.layer.layout, grads), fisher.state, group["momentum"]
+        grad = matrix.to(_wide(matrix)) * (-1 if group["maximize"] else 1)
+        state["step"] += 1
+        moment = grad
+        if beta > 0:
+            mean = state.setdefault("momentum", torch.zeros_like(grad)).lerp_(grad, 1 - beta)
+            moment = mean / (1 - beta ** float(state["step"]))
+        damping = group["damping"], group["split_damping"], group["max_condition"]
+        return grad, moment, fisher.direction(moment, *damping)
+
+    def update_damping(self, before: float, after: float, omega: float = 0.95) -> float:
+        """Levenberg–Marquardt: λ ← ωλ where the quadratic model has held, λ/ω where it has not.
+
+        ρ = (after − before) / (½δᵀHδ + ∇ᵀδ), both losses of the batch of the last step;
+        ρ > ¾: ωλ, ρ < ¼: λ/ω. Steps of AdamW and weight decay are not in the model. With ranks, all
+        call it, each with its own losses: it looks at their mean, or at the sum of sums.
+        """
+        if self._expected is None:
+            raise RuntimeError("update_damping needs a step before it; call step() first")
+        group, expected = self.param_groups[0], float(self._expected)
+        if self.ranks is not None:
+            losses = torch.tensor([before, after], dtype=torch.float64, device=self.ranks.device)
+            before, after = self.ranks.all_reduce_(losses).tolist()
+            parts = 1 if group["reduction"] == "sum" else self.ranks.size
+            before, after = before / parts, after / parts
+        change = before - after if group["maximize"] else after - before
+        ratio = change / expected if expected < 0 else 0.5
+        damping = group["damping"]
+        if not ratio >= 0.25:  # NaN too: the loss has left the numbers
+            damping /= omega
+        elif ratio > 0.75:
+            damping *= omega
+        group["damping"] = min(max(damping, LEAST_DAMPING), MOST_DAMPING)
+        return group["damping"]
+
+    def report(self) -> CurvatureReport:
+        """One record a layer: terms, columns, λ, κ before and after, clipped share, bytes.
+
+        `print` shows a table, `json_lines()` is for a run's log.
+        """
+        group = self.param_groups[0]
+        damping = group["damping"], group["split_damping"], group["max_condition"]
+        return CurvatureReport(fisher.record(*damping) for fisher in self._fishers.values())
+
+    def _show(self) -> None:
+        """Let the states of layers and of AdamW be the optimizer's: a layer's is its first
+        parameter's, prefixed where layers share it, and others have what torch looks for."""
+        entries: dict[Tensor, dict[str, Any]] = {}
+        for name, fisher in self._fishers.items():
+            first, prefix = self._home(name)
+            state = {prefix + key: value for key, value in fisher.state.items()}
+            if state:
+                entries.setdefault(first, {}).update(state)
+                for param in self._params[name].values():
+                    entries.setdefault(param, {"step": fisher.state["step"]})
+        self.state.update(entries)
+        if self._adamw is not None:
+            self.state.update(self._adamw.state)
+
+    def _home(self, name: str) -> tuple[Tensor, str]:
+        """The parameter under which a layer's state is shown, and the prefix of its keys."""
+        first = next(iter(self._params[name].values()))
+        shared = bool(self._fishers[name].layer.layout.rows)
+        return first, f"{name.rpartition('.')[2]}." if shared else ""
+
+    def _make_state(self) -> None:
+        """State of all layers that are trained, and have none yet."""
+        for name, fisher in self._fishers.items():
+            params = list(self._params[name].values())
+            if not fisher.state and any(param.requires_grad for param in params):
+                fisher.make_(params[0], self.param_groups[0]["momentum"])
+
+    def _is_asked_for_state(self) -> bool:
+        """Whether this is no step: torch.distributed.checkpoint makes an optimizer's state to load
+        into by one before all others, after no pass, with lr and all gradients 0."""
+        groups = self.param_groups
+        grads = [p.grad for group in groups for p in group["params"] if p.grad is not None]
+        if self.state or not grads or any(float(group["lr"]) for group in groups):
+            return False
+        if self._observer.terms or any(bool(grad.any()) for grad in grads):
+            return False
+        self._make_state()
+        if self._adamw is not None:
+            self._adamw.step()
+            for entry in self._adamw.state.values():  # training without loading starts at 0
+                entry["step"].zero_()
+        self._show()
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Flat keys and plain tensors; loads with weights_only=True. To be taken after a step.
+
+        It is the same on all ranks and loads on any number of them.
+        """
+        packed = super().state_dict()
+        if self._adamw is not None:
+            part, group = self._adamw.state_dict(), packed["param_groups"][1]
+            numbers = group["params"]
+            packed["state"] |= {numbers[i]: entry for i, entry in part["state"].items()}
+            packed["param_groups"][1] = {**part["param_groups"][0], "params": numbers}
+        return packed
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Resume from a state dict, to the bit; settings of groups come from it too."""
+        groups, state = state_dict["param_groups"], state_dict["state"]
+        sizes = [[len(g["params"]) for g in some] for some in (groups, self.param_groups)]
+        if sizes[0] != sizes[1]:
+            raise ValueError(
+                f"NaturalGradient: the checkpoint has groups of {sizes[0]} parameters, this "
+                f"optimizer of {sizes[1]}; make it from the same model and `layers`"
+            )
+        keys = dict(zip(self.param_groups[0]["params"], groups[0]["params"], strict=True))
+        for name, fisher in self._fishers.items():
+            fisher.method = self._observer.fold.methods[name] = groups[0]["method"]
+            first, prefix = self._home(name)
+            entry = state.get(keys[first], {})
+            fisher.load_(
+                {k.removeprefix(prefix): v for k, v in entry.items() if k.startswith(prefix)}, first
+            )
+        self.param_groups[0].update({k: v for k, v in groups[0].items() if k != "params"})
+        if self._adamw is not None:
+            numbers = dict(enumerate(groups[1]["params"]))
+            part = {i: state[key] for i, key in numbers.items() if key in state}
+            group = {**groups[1], "params": list(numbers)}
+            self._adamw.load_state_dict({"state": part, "param_groups": [group]})
+            self.param_groups[1] = self._adamw.param_groups[0]
+        self._observer.forget()
+        self.state.clear()
+        self._show()
+        self._arm()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # not the ranks, which belong to this process
+        names = ("loss_scale", "skipped_steps", "failed_refreshes")
+        counters = {name: getattr(self, name) for name in names}
+        return {"arguments": self._arguments, "state_dict": self.state_dict(), "counters": counters}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state["arguments"])  # type: ignore[misc]
+        self.load_state_dict(state["state_dict"])
+        self.__dict__.update(state["counters"])
+
+    def _warn_of_ranks(self) -> None:
+        if self.ranks is None and not self._warned and (count := process_count()) > 1:
+            warnings.warn(
+                f"NaturalGradient: {count} ranks do not share what their layers see, so that equal "
+                "models drift apart; call optimizer.distribute() before the first step",
+                stacklevel=4,
+            )
+        self._warned = True
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _total(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Σ ⟨X, Y⟩ in float64, on the device of the first. []"""
+    products = [(x * y).sum().double() for x, y in pairs]
+    device = products[0].device
+    return torch.stack([sent(product, device) for product in products]).sum()

@@ -1,0 +1,538 @@
+"""Parameter groups of a model: what its parameters are, and which of them the method steps."""
+
+import math
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from fnmatch import fnmatchcase
+from itertools import islice, permutations
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.parameter import UninitializedParameter
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
+
+from isokron.block_layout import is_matrix, split_sizes
+from isokron.optim.settings import GROUP_KEYS, RULES, SHARED, param_name, require, unknown_keyword
+
+if TYPE_CHECKING:
+    from isokron.optim.preconditioned import Preconditioned
+
+# What a parameter may be, and the settings of its group besides those that all groups get.
+KINDS: dict[str, dict[str, Any]] = {
+    "matrices": {},
+    "raw weights": {},  # of an nn.Parameter that is in no layer of a known type
+    **{kind: {"route": "adamw"} for kind in ("embeddings", "heads", "adapters", "filters", "rows")},
+    **{kind: {"route": "adamw", "weight_decay": 0.0} for kind in ("norms", "vectors")},
+}
+NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
+RECURRENT = {nn.LSTM: 4, nn.LSTMCell: 4, nn.GRU: 3, nn.GRUCell: 3}  # gates in one weight
+LAYERS = (
+    *(nn.Linear, nn.Bilinear, _ConvNd, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase),
+    ParametrizationList,
+)
+TALL = 4  # rows per column above which a matrix is a table: MLPs have 4, vocabularies more
+WIDE = 64  # columns per row above which it is one: convolutions have 49, stacks of experts more
+SEVERAL = 6  # from so many matrices on, a tall first or last one is taken for a table
+
+Patterns = Sequence[str] | str
+
+
+def param_groups(
+    model: nn.Module,
+    *,
+    adamw: Patterns = (),
+    method: Patterns = (),
+    head: nn.Module | Patterns | None = None,
+    **settings: Any,
+) -> list[dict[str, Any]]:
+    """Parameter groups for any isokron optimizer, found by module type, with any group setting.
+
+    Embeddings (also one tied to a head), the output head, LoRA pairs, depthwise filters, norms and
+    biases go to AdamW, the last two without weight decay; every other matrix gets the method.
+    Fused projections, gates, grouped convolutions and experts of known modules are split into
+    their matrices. Frozen parameters are left out. `print(isokron.describe(groups))` shows the
+    result; see docs/routing.md.
+
+    Patterns are matched against full names ("blocks.*.wq.weight"); the first match wins.
+
+    Args:
+        model: The model, whose modules say what its parameters are.
+        adamw: Patterns of parameters that AdamW steps.
+        method: Patterns of matrices that get the method.
+        head: The output layer, as a module or by patterns, where it would not be found.
+        **settings: Any setting of a group (docs/engine.md): a value for all groups, or a mapping
+            of patterns to values. One value of `route` is for the matrices, and one of
+            `weight_decay` for all but norms and biases. `stacked` also takes patterns alone.
+            Examples: split={"*.qkv.weight": 3}, lr_scale={"head.*": 0.5}, weight_decay=0.1.
+    """
+    named = _trainable(model)
+    kinds = find_kinds(model, _heads(model, named, head))
+    parts = find_parts(model)
+    usual, by_pattern = _split_settings(settings, named)
+    by_pattern["route"] = {**_routes(adamw, method, named), **by_pattern.get("route", {})}
+    groups: dict[str, dict[str, Any]] = {}
+    guessed: dict[str, str] = {}
+    for name, param in named.items():
+        kind = kinds[param]
+        special = {key: values[name] for key, values in by_pattern.items() if name in values}
+        chosen = {**usual, **KINDS[kind], **parts.get(param, {}), **special}
+        if chosen.get("vectors") and kind in ("norms", "vectors") and "route" not in special:
+            chosen["route"] = usual["route"]
+        if kind == "raw weights" and not special.keys() & {"route", "stacked", "split"}:
+            table = param.ndim > 2 or is_table(param.shape, {**SHARED, **chosen})
+            chosen["route"] = guessed[name] = "adamw" if table else usual["route"]
+        if chosen["route"] == "adamw":  # which works element by element
+            chosen = {k: v for k, v in chosen.items() if k not in ("stacked", "split", "split_dim")}
+        elif chosen.get("split") is None:
+            chosen.pop("split_dim", None)
+        title = group_name(kind, chosen, usual)
+        groups.setdefault(title, {"name": title, **chosen, "params": []})
+        groups[title]["params"].append((name, param))
+    if guessed:
+        _warn_of_raw(named, guessed)
+    return list(groups.values())
+
+
+def group_name(kind: str, settings: Mapping[str, Any], usual: Mapping[str, Any]) -> str:
+    """What a group holds and how it differs; groups of one name have the same settings."""
+    details = [] if settings["route"] == "method" else [settings["route"]]
+    if depth := settings.get("stacked"):
+        details.append("stacked" if depth == 1 else f"stacked {depth} deep")
+    if (split := settings.get("split")) is not None:
+        count = str(split) if isinstance(split, int) else "+".join(map(str, split))
+        details.append(f"split in {count}" + (" by columns" if settings.get("split_dim") else ""))
+    texts = {"lr_scale": "lr × {}", "weight_decay": "decay {}"}
+    for key in dict.fromkeys((*texts, *settings)):
+        said = key in ("route", "stacked", "split", "split_dim") or key not in settings
+        if not said and (key not in usual or settings[key] != usual[key]):
+            text = texts.get(key, f"{key} {{}}").format(settings[key])
+            details.append("no decay" if key == "weight_decay" and not settings[key] else text)
+    return f"{kind} ({', '.join(details)})" if details else kind
+
+
+def _trainable(model: nn.Module) -> dict[str, Tensor]:
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"param_groups takes the model, not {type(model).__name__}: it looks at the modules "
+            "that parameters belong to; write isokron.param_groups(model)"
+        )
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    for name, param in named.items():
+        if isinstance(param, UninitializedParameter):
+            raise ValueError(
+                f"param_groups: {name!r} has no shape yet; run one forward pass through the model "
+                "before asking what its parameters are"
+            )
+    if not named:
+        raise ValueError("param_groups: the model has no parameter that requires a gradient")
+    return dict(named)
+
+
+def _split_settings(
+    settings: Mapping[str, Any], named: Mapping[str, Tensor]
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Values for all groups, and values by parameter name; wrong names and values are refused."""
+    usual: dict[str, Any] = {"route": "method"}
+    by_pattern: dict[str, dict[str, Any]] = {}
+    for key, value in settings.items():
+        if key not in GROUP_KEYS:
+            takes = {"adamw", "method", "head", *GROUP_KEYS}
+            raise TypeError(unknown_keyword("param_groups", key, takes, takes))
+        if key == "stacked" and isinstance(value, str | Sequence):
+            value = dict.fromkeys([value] if isinstance(value, str) else value, 1)
+        if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
+            by_pattern[key] = _lookup(value, named, key)
+            values = list(value.values())
+        else:
+            usual[key], values = value, [value]
+        rule, holds = RULES.get(key, ("", lambda _: True))
+        for value in values:
+            require(holds(value), "param_groups", {key: value}, key, rule)
+    return usual, by_pattern
+
+
+def _routes(adamw: Patterns, method: Patterns, named: Mapping[str, Tensor]) -> dict[str, Any]:
+    routes = dict.fromkeys(_lookup(adamw, named, "adamw"), "adamw")
+    for name in _lookup(method, named, "method"):
+        if name in routes:
+            raise ValueError(f"param_groups: {name!r} matches both adamw and method; keep one")
+        if not is_matrix(named[name].shape):
+            raise ValueError(
+                f"param_groups: method matches {name!r} of shape {tuple(named[name].shape)}, "
+                "which is not a matrix; only matrices can get the method"
+            )
+        routes[name] = "method"
+    return routes
+
+
+def _lookup(
+    patterns: Mapping[str, Any] | Patterns, named: Mapping[str, Tensor], argument: str
+) -> dict[str, Any]:
+    """By name, the value of the first pattern that matches; every pattern must match a name."""
+    if not isinstance(patterns, Mapping):
+        patterns = dict.fromkeys([patterns] if isinstance(patterns, str) else patterns, True)
+    values: dict[str, Any] = {}
+    for pattern, value in patterns.items():
+        matches = [name for name in named if fnmatchcase(name, pattern)]
+        if not matches:
+            raise ValueError(
+                f"param_groups: {argument} pattern {pattern!r} matches no trainable parameter; "
+                f"names look like {', '.join(list(named)[:3])}"
+            )
+        for name in matches:
+            values.setdefault(name, value)
+    return values
+
+
+def _warn_of_raw(named: Mapping[str, Tensor], routes: Mapping[str, str]) -> None:
+    """Ask about weights in no layer of a known type, whose meaning only their author knows."""
+    texts = []
+    for to_adamw, fate in ((False, "taken as matrices"), (True, "left to AdamW")):
+        shapes = [
+            f"{name} {tuple(named[name].shape)}"
+            for name, route in routes.items()
+            if (route == "adamw") == to_adamw
+        ]
+        texts += [f"{fate}: {_first_four(shapes)}"] if shapes else []
+    warnings.warn(
+        f"param_groups: in no layer of a known type, {'; '.join(texts)}. Name them, by pattern, in "
+        "adamw= if they are tables (such as positions), in stacked= if they are stacks of matrices "
+        "(such as experts), in method= if they are matrices",
+        stacklevel=3,
+    )
+
+
+def _first_four(texts: Sequence[str]) -> str:
+    return ", ".join(texts[:4]) + (f" and {len(texts) - 4} more" if len(texts) > 4 else "")
+
+
+# What parameters are, by the modules that hold them.
+
+
+def find_kinds(model: nn.Module, heads: Set[Tensor] | None = None) -> dict[Tensor, str]:
+    """What every parameter is; the output head is looked for unless its weights are given."""
+    adapters = _adapters(model)
+    heads = find_heads(model, adapters) if heads is None else heads
+
+    def kind(param: Tensor, modules: Sequence[nn.Module]) -> str:
+        if param in adapters:
+            return "adapters"
+        if any(isinstance(module, nn.Embedding | nn.EmbeddingBag) for module in modules):
+            return "embeddings"
+        if any(isinstance(module, NORMS) for module in modules):
+            return "norms"
+        if param in heads:
+            return "heads"
+        if any(_of_transformers(module, "Experts") for module in modules):
+            return "matrices" if param.ndim == 3 else "vectors"  # [experts, n] are biases
+        if not is_matrix(param.shape):
+            weight = any(
+                (isinstance(m, _ConvNd) or _is_linear(m)) and param is m.weight for m in modules
+            )
+            return "rows" if param.ndim > 1 and weight else "vectors"
+        if any(isinstance(m, _ConvNd) and m.groups == m.in_channels > 1 for m in modules):
+            return "filters"
+        layer = any(
+            isinstance(m, LAYERS) or _is_linear(m) or _of_transformers(m, "Router") for m in modules
+        )
+        return "matrices" if layer else "raw weights"
+
+    return {param: kind(param, modules) for param, modules in _owners(model).items()}
+
+
+def _owners(model: nn.Module) -> dict[Tensor, list[nn.Module]]:
+    """The modules that hold a parameter or compute their own from it; a tied one has several."""
+    owners: dict[Tensor, list[nn.Module]] = {}
+    for module in model.modules():
+        params = list(module.parameters(recurse=False))
+        if is_parametrized(module):
+            params += module.get_submodule("parametrizations").parameters()
+        for param in params:
+            owners.setdefault(param, []).append(module)
+    return owners
+
+
+def find_parts(model: nn.Module) -> dict[Tensor, dict[str, Any]]:
+    """Settings of parameters that are several matrices, where a module's type says so."""
+    parts: dict[Tensor, dict[str, Any]] = {}
+    for module in model.modules():
+        for param, settings in _parts(module).items():
+            parts.setdefault(param, settings)  # a module comes before the layers inside it
+    return parts
+
+
+def _parts(module: nn.Module) -> dict[Tensor, dict[str, Any]]:
+    tensors = dict(module.named_parameters(recurse=False))
+    if isinstance(module, nn.MultiheadAttention) and module.in_proj_weight is not None:
+        return {module.in_proj_weight: {"split": 3, "split_dim": 0}}
+    if isinstance(module, _ConvNd) and module.groups > 1:
+        return {module.weight: {"split": module.groups, "split_dim": 0}}
+    gates = next((n for kind, n in RECURRENT.items() if isinstance(module, kind)), 0)
+    if gates:
+        rows = gates * int(module.hidden_size)  # type: ignore[arg-type]
+        weights = [p for p in tensors.values() if p.ndim == 2 and p.size(0) == rows]
+        return {weight: {"split": gates, "split_dim": 0} for weight in weights}
+    if _is_transposed(module):
+        return {tensors["weight"]: {"split_dim": 1}} if "weight" in tensors else {}
+    if _of_transformers(module, "Experts"):  # [experts, m, n]
+        parts: dict[Tensor, dict[str, Any]] = {
+            param: {"stacked": 1} for param in tensors.values() if param.ndim == 3
+        }
+        gate_up, layout = tensors.get("gate_up_proj"), vars(module)
+        if gate_up in parts and layout.get("has_gate") and layout.get("is_concatenated"):
+            parts[gate_up] |= {"split": 2, "split_dim": int(layout["is_transposed"])}
+        return parts
+    fused = dict(module.named_children()).get("c_attn")  # GPT-2's query, key and value side by side
+    if fused is not None and _is_transposed(fused) and _of_transformers(module, "Attention"):
+        width, outputs = fused.weight.shape  # type: ignore[misc]
+        if outputs % width == 0:
+            return {fused.weight: {"split": outputs // width, "split_dim": 1}}  # type: ignore[dict-item]
+    return {}
+
+
+def _of_transformers(module: nn.Module, ending: str, home: str = "models") -> bool:
+    """Whether a class of it is in transformers; FSDP2 and parametrizations add classes to it."""
+    return any(
+        kind.__module__.startswith(f"transformers.{home}") and kind.__name__.endswith(ending)
+        for kind in type(module).__mro__
+    )
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    """GPT-2's Conv1D: a linear layer whose weight is [in, out]."""
+    return _of_transformers(module, "Conv1D", "pytorch_utils")
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or _is_transposed(module)
+
+
+def find_heads(model: nn.Module, adapters: Set[Tensor] = frozenset()) -> set[Tensor]:
+    """The weights of the output layer.
+
+    Models of transformers are asked: `get_output_embeddings`, else the layers with one output for
+    each of the config's labels; a backbone has none. In other models it is the last linear layer,
+    if others come before it and it is not inside one of several similar blocks.
+    """
+    get_head = getattr(model, "get_output_embeddings", None)
+    head = get_head() if callable(get_head) else None
+    if isinstance(head, nn.Module):
+        return _weights(head)
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if _is_linear(module) and module.weight not in adapters
+    }
+    if _of_transformers(model, "PreTrainedModel", "modeling_utils"):
+        labels = model.config.num_labels  # type: ignore[union-attr]
+        classifiers = [
+            module
+            for name, module in layers.items()
+            if module.weight.size(int(_is_transposed(module))) == labels
+            and not _in_repeated_block(model, name)
+        ]
+        if classifiers or model.base_model is model:
+            return {weight for module in classifiers for weight in _weights(module)}
+    weights = [p for p in model.parameters() if p.ndim > 1 and p not in adapters]
+    if not layers or len(weights) < 2:
+        return set()
+    name, last = list(layers.items())[-1]
+    return set() if _in_repeated_block(model, name) else _weights(last)
+
+
+def _heads(
+    model: nn.Module, named: Mapping[str, Tensor], head: nn.Module | Patterns | None
+) -> set[Tensor] | None:
+    """The weights of the head that the user names, if any."""
+    if head is None:
+        return None
+    if not isinstance(head, nn.Module):
+        names = _lookup(head, named, "head")
+        return {named[name] for name in names if named[name].ndim > 1}
+    if not any(module is head for module in model.modules()):
+        raise ValueError(
+            f"param_groups: head must be a module of the model, got another {type(head).__name__}; "
+            'pass model.head itself, or a pattern such as "head.*"'
+        )
+    return _weights(head)
+
+
+def _weights(module: nn.Module) -> set[Tensor]:
+    """A layer's weights, also where they are computed from others (weight norm, adapters)."""
+    return {param for param in module.parameters() if param.ndim > 1}
+
+
+def _in_repeated_block(model: nn.Module, name: str) -> bool:
+    """Whether a module around this one, below the model, has a sibling of its class and shapes."""
+
+    def likeness(module: nn.Module) -> tuple[type, list[torch.Size]]:
+        return type(module), [param.shape for param in module.parameters()]
+
+    path = name.split(".")
+    for depth in range(1, len(path)):
+        parent = model.get_submodule(".".join(path[: depth - 1]))
+        block = likeness(parent.get_submodule(path[depth - 1]))
+        if sum(likeness(child) == block for child in parent.children()) > 1:
+            return True
+    return False
+
+
+def _adapters(model: nn.Module) -> set[Tensor]:
+    """LoRA pairs: trainable [r, n] and [m, r], r < min(m, n), beside a frozen weight [m, n].
+
+    They are in the module that holds the weight (or wraps it) or in its containers of adapters.
+    """
+    pairs: set[Tensor] = set()
+    containers = (nn.ModuleDict, nn.ParameterDict, nn.ParameterList, nn.ModuleList)
+    for module in model.modules():
+        near = list(module.parameters(recurse=False))
+        for child in module.children():
+            if isinstance(child, containers):
+                near += [p for layer in child.children() for p in layer.parameters(recurse=False)]
+            near += child.parameters(recurse=False)
+        matrices = [param for param in near if param.ndim == 2]
+        trained = [param for param in matrices if param.requires_grad]
+        for base in (param for param in matrices if not param.requires_grad):
+            for down, up in permutations(trained, 2):
+                product = (up.size(0), down.size(1))
+                low_rank = up.size(1) == down.size(0) < min(base.shape)
+                if low_rank and product in (base.shape, base.shape[::-1]):
+                    pairs |= {down, up}
+    return pairs
+
+
+# Bare parameters, of which only the shape is known.
+
+
+def is_table(shape: Sequence[int], group: Mapping[str, Any]) -> bool:
+    """Whether a matrix is shaped like an embedding or a head: too long, too tall or too wide."""
+    rows, columns = _sides(shape, group)
+    long = group["max_rows"] is not None and rows > group["max_rows"]
+    return long or rows > TALL * columns or columns > WIDE * rows
+
+
+def is_end(param: Tensor, group: Mapping[str, Any]) -> bool:
+    """Whether it is the first or last of several matrices, with more rows than columns.
+
+    Models begin with their embedding and end with their head, which for a small vocabulary may have
+    the shape of an MLP's matrix.
+    """
+
+    def matrices(params: Iterable[Tensor]) -> Iterator[Tensor]:
+        return (p for p in params if is_matrix(p.shape, group["stacked"]))
+
+    params = group["params"]
+    if all(next(matrices(side), None) is not param for side in (params, reversed(params))):
+        return False
+    rows, columns = _sides(param.shape, group)
+    return rows > columns and len(list(islice(matrices(params), SEVERAL))) == SEVERAL
+
+
+def _sides(shape: Sequence[int], group: Mapping[str, Any]) -> tuple[int, int]:
+    """[first, product of the others] of one of stacked matrices, or of the largest split part."""
+    sides = list(shape[group["stacked"] :])
+    if group["split"] is not None:
+        dim = group["split_dim"]
+        sides[dim] = max(split_sizes(sides, group["split"], dim))
+    return sides[0], math.prod(sides[1:])
+
+
+def gets_method(param: Tensor, group: Mapping[str, Any]) -> bool:
+    """Whether the method steps a parameter of a group; AdamW steps the others."""
+    if group["route"] == "adamw":
+        return False
+    if is_matrix(param.shape, group["stacked"]):
+        table = group["route"] == "auto" and (is_table(param.shape, group) or is_end(param, group))
+        return not table
+    return bool(group["vectors"]) and group["route"] != "spectral" and param.numel() > 1
+
+
+def warn_of_tables(optimizer: "Preconditioned", group: Mapping[str, Any]) -> None:
+    """Warn of matrices that go to AdamW only because of their shape."""
+    method = {**group, "route": "method"} if group["route"] == "auto" else group
+    takes = optimizer.traits.takes
+    tables = [
+        param_name(group, i) + (f" {tuple(param.shape)}" if group.get("param_names") else "")
+        for i, param in enumerate(group["params"])
+        if param.numel() and takes(param, method) and not takes(param, group)
+    ]
+    if not tables:
+        return
+    level, frame = 1, sys._getframe()  # the first caller that is neither ours nor torch's
+    while frame.f_back and frame.f_globals["__name__"].split(".")[0] in ("isokron", "torch"):
+        level, frame = level + 1, frame.f_back
+    who = type(optimizer).__name__
+    warnings.warn(
+        f"{who}: AdamW steps what is shaped like an embedding or a head: {_first_four(tables)}. "
+        f"That is a matrix of more than max_rows={group['max_rows']} rows, of more than {TALL} "
+        f"rows a column or of more than {WIDE} columns a row, or a tall one that is first or last "
+        f"of {SEVERAL} or more. Better let {who}(isokron.param_groups(model)) find them by module "
+        "type, or give every matrix the method by route='method' in its group",
+        stacklevel=level,
+    )
+
+
+# A table of groups.
+
+HEADER = ("group", "stepped by", "tensors", "elements", "decay", "lr scale", "such as")
+
+
+def describe(subject: Any) -> str:
+    """A table of parameter groups, one line each: which optimizer steps what.
+
+    `subject`: an optimizer, parameter groups, or a model, of which `param_groups` makes groups.
+    "decay" and "lr scale" are the group's own, "-" where it leaves them to the optimizer.
+    """
+    optimizer = subject if hasattr(subject, "traits") else None
+    groups = param_groups(subject) if isinstance(subject, nn.Module) else subject
+    groups = optimizer.param_groups if optimizer is not None else groups
+    ok = isinstance(groups, Sequence) and len(groups) > 0
+    if not ok or not all(isinstance(group, Mapping) and "params" in group for group in groups):
+        raise TypeError(
+            "describe takes an isokron optimizer, its param_groups, the groups of "
+            f"isokron.param_groups or a model, got {type(subject).__name__}"
+        )
+    lines = [HEADER, *(line for group in groups for line in _lines(group, optimizer))]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if 2 <= i <= 5 else cell.ljust(width)  # numbers to the right
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def _lines(group: Mapping[str, Any], optimizer: Any) -> list[tuple[str, ...]]:
+    """One line, or two where the shapes of a group's parameters decide which optimizer steps."""
+    pairs = [p if isinstance(p, tuple) else ("", p) for p in group["params"]]
+    names = group.get("param_names") or [name for name, _ in pairs]
+    params = [param for _, param in pairs]
+    settings = {**SHARED, **group, "params": params}
+    takes = gets_method if optimizer is None else optimizer.traits.takes
+    method = "the method" if optimizer is None else type(optimizer).__name__
+    method = "spectral descent" if settings["route"] == "spectral" else method
+    by_stepper: dict[str, list[tuple[str, Tensor]]] = {}
+    for name, param in zip(names, params, strict=True):
+        stepper = method if takes(param, settings) else "AdamW"
+        by_stepper.setdefault(stepper, []).append((name, param))
+    decay, scale = (
+        "-" if group.get(key) is None else f"{float(group[key]):g}"
+        for key in ("weight_decay", "lr_scale")
+    )
+    return [
+        (
+            str(group.get("name", "parameters")),
+            stepper,
+            str(len(members)),
+            f"{sum(param.numel() for _, param in members):,}",
+            decay,
+            scale,
+            f"{members[0][0]} {list(members[0][1].shape)}".strip(),
+        )
+        for stepper, members in by_stepper.items()
+    ]

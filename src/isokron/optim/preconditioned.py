@@ -1,0 +1,555 @@
+"""The engine of all optimizers: blocks of parameters stepped along a preconditioned moment.
+
+Observations are folded into statistics, statistics become an operator, and the operator is applied
+to a gradient. An optimizer overrides what is its own (`init_state`, `observe`, `refresh`,
+`direction`, and `directions` where blocks of a layer depend on each other); blocks, missing
+gradients, moments, grafting, weight decay, averages, checks and checkpoints are the engine's.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import hypot
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo  # torch.compiler's would load the compiler now
+
+from isokron.distributed import (
+    TIMEOUT,
+    StepAgreement,
+    check_communication,
+    is_receiver,
+    is_sharded,
+    partial_state,
+    ranks_of,
+)
+from isokron.linalg import on_host, sent
+from isokron.optim import checkpoint
+from isokron.optim.blocks import Batch, BatchStep, Copies, write_back
+from isokron.optim.flat_buffer import FlatList
+from isokron.optim.gradient_checks import check_sums, check_types, gradient_sums
+from isokron.optim.layout import GroupLayout, Traits, build_layout, matrices_of
+from isokron.optim.moments import counted, first_moment_, graft, graft_direction, heavy_ball_
+from isokron.optim.param_groups import warn_of_tables
+from isokron.optim.refresh import Refresher, is_early, rows_where, wait
+from isokron.optim.settings import (
+    SHARED,
+    check_adamw,
+    check_group,
+    check_param,
+    check_settings,
+    check_spelling,
+    layout_settings,
+    note_peak_,
+    param_name,
+    refresh_delay,
+)
+from isokron.optim.spectral import spectral_direction
+
+logger = logging.getLogger(__name__)
+
+Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
+State = dict[str, Tensor]
+Group = Mapping[str, Any]
+
+
+class Preconditioned(torch.optim.Optimizer):
+    """Blocks of parameters, stepped along a preconditioned first moment.
+
+    As it stands the preconditioner is the identity (gradient descent with momentum). Matrices get
+    the method; vectors, scalars and groups with route="adamw" get AdamW.
+
+    Args:
+        params: parameters, named parameters or groups; `isokron.param_groups(model)` makes groups.
+        lr: learning rate.
+        traits: how the engine treats the method.
+        **settings: defaults of the groups, see docs/engine.md.
+    """
+
+    def __init__(
+        self, params: Params, lr: float | Tensor, traits: Traits | None = None, **settings: Any
+    ) -> None:
+        if isinstance(params, nn.Module):
+            raise TypeError(
+                f"{type(self).__name__} takes parameters, got a module; write "
+                f"{type(self).__name__}(isokron.param_groups(model))"
+            )
+        check_settings(type(self), settings)
+        self.traits = traits or Traits()
+        self.skipped_steps = 0
+        self._layouts: list[GroupLayout] = []
+        self._agreement = StepAgreement()
+        self._refresher = Refresher()
+        super().__init__(params, {**SHARED, "lr": lr, **settings})
+
+    # What an optimizer is made of. `grad` and `moment`: [B, ...], read-only.
+
+    def init_state(self, batch: Batch, group: Group) -> State:
+        """The method's state for a batch of B blocks: tensors [B, ...] under plain names."""
+        return {}
+
+    def observe(self, grad: Tensor, state: State, group: Group) -> None:
+        """Fold a gradient into the statistics, in place."""
+
+    def refresh(self, state: State, group: Group, first: bool) -> State:
+        """Statistics → operator, as new tensors [B, ...] under their names in the state.
+
+        Called for the rows that are due, perhaps on another thread. `first`: for rows that still
+        have the operator of `init_state`. A row that cannot be done is returned as NaN and keeps
+        the operator it has.
+        """
+        return {}
+
+    def install(self, operator: State, state: State, group: Group) -> None:
+        """Replace the operator of rows by a refreshed one, in place."""
+        for key, value in operator.items():
+            state[key].copy_(value)
+
+    def direction(self, moment: Tensor, state: State, group: Group) -> Tensor:
+        """Apply the operator. `state["step"]` broadcasts over the batch."""
+        return moment
+
+    def directions(self, steps: Sequence[BatchStep], group: Group) -> None:
+        """Find `step.direction` of batches that have been observed.
+
+        Overridden where blocks of a layer depend on each other: `steps` then has all of them.
+        """
+        for step in steps:
+            step.direction = self._direction(step, group)
+
+    # A step, from top to bottom.
+
+    @_disable_dynamo  # finding blocks and what is due is Python's business
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if any(group["mode"] == "eval" for group in self.param_groups):
+            raise RuntimeError(
+                f"{type(self).__name__}: parameters are averages for evaluation; call "
+                "optimizer.train() before the forward pass of a step"
+            )
+        if self._is_shared():
+            problem = self._agreement.agreed(self.param_groups, self._check_step)
+        else:
+            problem = self._check_step()
+        if problem:
+            self.skipped_steps += 1
+            logger.warning("skipped a step: %s", problem)
+        else:
+            self.step_checked()
+        return loss
+
+    @torch.no_grad()
+    def step_checked(self) -> None:
+        """A step whose gradients are known to be usable."""
+        for group, layout in zip(self.param_groups, self._current_layouts(), strict=True):
+            note_peak_(group)
+            before = layout.averages.before() if layout.averages else []
+            self._step_blocks(layout, group)
+            moved = [params.step_(group) for params in layout.adamw]
+            if layout.averages:
+                layout.averages.after_(before, group)
+            if any(moved):  # AdamW's state is in other tensors now
+                self._show(layout)
+
+    def _check_step(self) -> str | None:
+        """Raise if no step can be made, or say why to skip this one; None to take it.
+
+        It reads the outcomes of the last refreshes too: the one time a step waits for a device.
+        """
+        optimizer, groups, refresher = type(self).__name__, self.param_groups, self._refresher
+        check_types(optimizer, groups)
+        squares = self.traits.squares
+        sums = gradient_sums(groups, squares)
+        norms = self._agreement.norms(groups) if self._agreement.ranks else []
+        outcomes = [outcome.flags for outcome in refresher.unread]
+        values = on_host([*sums, *norms, *outcomes])
+        lengths = values[len(sums) : len(sums) + len(norms)]
+        self._agreement.length = hypot(*(length for of_device in lengths for length in of_device))
+        refresher.read_outcomes(optimizer, values[len(sums) + len(norms) :])
+        refresher.raise_error()
+        return check_sums(optimizer, groups, squares, values[: len(sums)])
+
+    def _step_blocks(self, layout: GroupLayout, group: Group) -> None:
+        """One step of all that the method takes, a wave of batches at a time."""
+        copies: Copies = {}
+        sending: list[BatchStep] = []
+        self._request(layout.waves[:1], group)
+        for i, wave in enumerate(layout.waves):
+            self._request(layout.waves[i + 1 : i + 2], group)  # travels while this wave is found
+            steps = [step for batch in wave if (step := self._observe(batch, group)) is not None]
+            self.directions([step for step in steps if step.views], group)
+            for step in steps:
+                self._finish(step, group)
+                sending.append(step)
+                if step.arriving is None or len(sending) > 1:
+                    sending.pop(0).write_(group, copies)
+        for step in sending:
+            step.write_(group, copies)
+        write_back(copies)
+
+    def _request(self, waves: Sequence[Sequence[Batch]], group: Group) -> None:
+        """Start to bring gradients of blocks to their owners."""
+        weights = bool(group["weight_decay"]) and group["decay"] == "l2"
+        for batch in (batch for wave in waves for batch in wave):
+            if batch.exchange is not None:
+                batch.exchange.request(weights)
+
+    def _observe(self, batch: Batch, group: Group) -> BatchStep | None:
+        """Fold the gradients of the rows that have one into the statistics."""
+        views = batch.present()
+        if not views:
+            return _step_of_others(batch)
+        rows = batch.row_numbers(views)
+        index = None if rows is batch.all_rows else sent(rows, batch.device)
+        state = dict(batch.state)
+        if index is not None:
+            state = {key: value[index] for key, value in state.items()}
+        batch.step[slice(None) if index is None else rows] += 1
+        count = batch.step if index is None else batch.step[rows]
+        wide = torch.promote_types(batch.dtype, torch.float32)
+        state["step"] = sent(count.to(wide), batch.device).view(-1, *[1] * len(batch.shape))
+        grad = batch.gradients(views)
+        if group["maximize"]:
+            grad = -grad
+        if group["weight_decay"] and group["decay"] == "l2":
+            grad = grad.add(batch.weights(views), alpha=group["weight_decay"])
+        if group["route"] != "spectral":
+            self.observe(grad, state, group)
+        return BatchStep(batch, views, rows, index, state, grad)
+
+    def _direction(self, step: BatchStep, group: Group) -> Tensor:
+        """Refresh what is due, apply the operator, and graft. [B, ...]"""
+        grad, state, spectral = step.grad, step.state, group["route"] == "spectral"
+        moment = grad
+        if "momentum" in state:
+            ahead = group["nesterov"] and not self.traits.heavy_ball
+            # grafting needs the moment's scale, whatever the method does with it
+            count = counted(state, group) if self.traits.debias or group["graft"] else None
+            moment = first_moment_(state["momentum"], grad, self._beta(group), ahead, count)
+        if spectral:
+            direction = spectral_direction(moment)
+        else:
+            if step.batch.refreshes:
+                self._refresher.run(self, step.batch, step.rows, state, group)
+            direction = self.direction(grad if self.traits.keeps_moment else moment, state, group)
+        if group["graft"]:
+            simple = graft_direction(grad, moment, state, group)
+            direction = graft(direction, simple)
+            if not spectral:
+                # before its first refresh the method knows nothing: the grafted one steps alone
+                early = rows_where(is_early, step.batch.turns(step.rows), group)
+                if bool(early.any()):
+                    alone = sent(early, grad.device).view_as(state["step"])
+                    direction = torch.where(alone, simple, direction)
+        return direction
+
+    def _finish(self, step: BatchStep, group: Group) -> None:
+        """Momentum on the update; the state goes back, and directions travel to who writes them."""
+        if step.views:
+            if "velocity" in step.state:
+                step.direction = heavy_ball_(step.state["velocity"], step.direction, group)
+            step.store_state_()
+        if step.batch.exchange is not None:
+            step.arriving = step.batch.exchange.send(step.direction)
+
+    # Layouts: which parameter is in which batch, and the state that `optimizer.state` shows.
+
+    def _current_layouts(self, loading: bool = False) -> list[GroupLayout]:
+        """A layout for every group, made anew where parameters or settings have changed."""
+        del self._layouts[len(self.param_groups) :]
+        if self._layouts and not self.state:  # somebody has reset the state
+            self._layouts = []
+        for i, group in enumerate(self.param_groups):
+            if i < len(self._layouts) and _holds(self._layouts[i], group):
+                continue
+            self._join()
+            layout = self.new_layout(group, self._layouts[i - 1].loads if i else None)
+            if loading:
+                checkpoint.check_keys(layout, self.state, group, type(self).__name__)
+            checkpoint.load_(layout, self.state, group, type(self).__name__)
+            self._layouts[i : i + 1] = [layout]
+            self._show(layout)
+        return self._layouts
+
+    def new_layout(self, group: Group, loads: Any) -> GroupLayout:
+        spectral = group["route"] == "spectral"  # polar factors are of whole matrices
+        whole = {**group, "max_dim": None}
+        layout = build_layout(
+            group,
+            takes=self.traits.takes,
+            cut=(lambda shape, _: matrices_of(shape, whole)) if spectral else self.traits.cut,
+            agreement=self._agreement,
+            has_state=lambda param: bool(self.state.get(param)),
+            # decompositions need float32, whatever state_dtype says
+            min_dtype=torch.float32 if self._refreshes() else None,
+            by_layer=type(self).directions is not Preconditioned.directions,
+            work=self.work(group),
+            loads=loads,
+        )
+        for batch in layout.batches:
+            state = batch.state
+            batch.refreshes = self._refreshes() and not spectral
+            if self._beta(group) > 0 and (
+                spectral or not self.traits.keeps_moment or group["graft"]
+            ):
+                state["momentum"] = batch.zeros()
+            if self.traits.heavy_ball and group["momentum"] > 0:
+                state["velocity"] = batch.zeros()
+            if group["graft"] not in (None, "sgd"):
+                state["graft"] = batch.zeros()
+            if not spectral:
+                state.update(self.init_state(batch, group))
+            if refresh_delay(group):
+                operator = [key for key in state if key.split(".")[0] in self.traits.operator]
+                batch.coming = {key: torch.zeros_like(state[key]) for key in operator}
+        return layout
+
+    def _show(self, layout: GroupLayout) -> None:
+        """Let `optimizer.state` be the tensors that steps work on."""
+        self.state.update(layout.entries())
+
+    def _join(self) -> None:
+        """Wait for every refresh that has begun."""
+        wait([batch for layout in self._layouts for batch in layout.batches])
+
+    def _settle(self) -> None:
+        """Let `optimizer.state` be complete: wait for refreshes, and read what they have done."""
+        self._join()
+        unread = [outcome.flags for outcome in self._refresher.unread]
+        self._refresher.read_outcomes(type(self).__name__, on_host(unread))
+        for layout in self._layouts:
+            self._show(layout)
+
+    def work(self, group: Group) -> str:
+        """How the directions of a group are found: "eigen", "products" or "polar"."""
+        return "polar" if group["route"] == "spectral" else self.traits.work
+
+    def _refreshes(self) -> bool:
+        return type(self).refresh is not Preconditioned.refresh
+
+    def _beta(self, group: Group) -> float:
+        """The first moment's rate."""
+        beta: float = group["betas"][0] if self.traits.heavy_ball else group["momentum"]
+        return beta
+
+    def _is_shared(self) -> bool:
+        """Whether ranks share any parameter; all plain tensors are told by their types alone."""
+        if self._agreement.ranks is not None:
+            return True
+        types = {type(param) for group in self.param_groups for param in group["params"]}
+        return not types <= {Tensor, nn.Parameter} and self._agreement.active(self.param_groups)
+
+    # The contract of torch.optim, and what else users call.
+
+    @property
+    def failed_refreshes(self) -> int:
+        """How many refreshes have failed and left their blocks the operators they had."""
+        self._settle()
+        return self._refresher.failed
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group at any time; the batches of the others stay as they are."""
+        optimizer = type(self).__name__
+        check_spelling(optimizer, param_group, [*self.defaults, "name", "initial_lr"])
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        if isinstance(group["lr"], Tensor):
+            group["lr"] = group["lr"].clone()  # groups that share it would all scale it in turn
+        try:
+            check_group(optimizer, group, sums=self.traits.heavy_ball)
+            if refresh_delay(group) and not self.traits.operator:
+                raise ValueError(
+                    f"{optimizer}: refresh must be 'together' or 'staggered' for a method that "
+                    f"names no operator, got refresh={group['refresh']!r}"
+                )
+            if self.traits.check is not None:
+                self.traits.check(group)
+            if len(set(group["params"])) < len(group["params"]):
+                raise ValueError(
+                    f"{optimizer}: a parameter is in a group twice and would be stepped twice; "
+                    "pass it once"
+                )
+            elementwise = self.traits.elementwise or group["route"] == "adamw"
+            for i, param in enumerate(group["params"]):
+                name = param_name(group, i)
+                check_param(optimizer, name, param, group, elementwise)
+                if not self.traits.takes(param, group):
+                    check_adamw(optimizer, name, group)
+        except Exception:
+            self.param_groups.pop()
+            raise
+        warn_of_tables(self, group)
+
+    def distribute(
+        self,
+        group: Any = None,
+        *,
+        communication_dtype: torch.dtype | None = None,
+        timeout: float = TIMEOUT,
+    ) -> None:
+        """Divide work and state over ranks that step the same parameters with the same gradients.
+
+        Call it on all of them before the first step (DDP). Sharded parameters (FSDP2) are divided
+        over the ranks of their mesh in any case; for them this sets the rest. See
+        docs/distributed.md.
+
+        Args:
+            group: the process group, by default all processes.
+            communication_dtype: in which blocks travel; None for their own.
+            timeout: seconds that a process waits for others.
+        """
+        if self.state:
+            raise RuntimeError(
+                f"{type(self).__name__}: distribute() must come before the first step, and before "
+                "a state is loaded; make the optimizer anew"
+            )
+        check_communication(type(self).__name__, communication_dtype)
+        self._agreement = StepAgreement(ranks_of(group, timeout), communication_dtype, timeout)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients; those of a `flat` group become zero where they are."""
+        super().zero_grad(set_to_none)
+        for layout in self._layouts:
+            for params in layout.adamw:
+                if isinstance(params, FlatList):
+                    params.zero_grad_()
+
+    def train(self) -> None:
+        """With averaging: let parameters be the point where gradients are taken."""
+        self._set_mode("train")
+
+    def eval(self) -> None:
+        """With averaging: let parameters be the average, to evaluate or to save them."""
+        self._set_mode("eval")
+
+    @torch.no_grad()
+    def _set_mode(self, mode: str) -> None:
+        if not any(group["average"] or group["mode"] == "eval" for group in self.param_groups):
+            return
+        for group, layout in zip(self.param_groups, self._current_layouts(), strict=True):
+            if layout.averages and group["mode"] != mode:
+                layout.averages.show_(mode, group)
+            group["mode"] = mode if layout.averages else "train"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Flat keys and tensors; loads with weights_only=True.
+
+        Where ranks share parameters all must call it: their state is DTensors, which
+        torch.distributed.checkpoint saves and reshards; `full_state_dict` makes them plain.
+        """
+        packed = self._packed()
+        if not self.state or not self._is_shared():
+            return packed
+        self._agree_on_state({})
+        numbers = self._numbers()
+        for param, key, value in checkpoint.sharded_entries(self._layouts):
+            packed["state"][numbers[param]][key] = value
+        # sorted: ranks have found their own blocks first, and torch gathers key by key
+        packed["state"] = {i: dict(sorted(entry.items())) for i, entry in packed["state"].items()}
+        return partial_state(packed)
+
+    def full_state_dict(self, to_rank: int | None = None) -> dict[str, Any]:
+        """The state dict that one process would have, with plain tensors.
+
+        Where ranks share parameters all must call it. All get it, or only the global rank
+        `to_rank`; the others get {}. A batch of blocks is gathered at a time.
+        """
+        receives, packed, numbers = is_receiver(to_rank), self._packed(), self._numbers()
+        if self.state and self._is_shared():
+            self._agree_on_state({"to_rank": to_rank})
+            for param, key, value in checkpoint.full_entries(self._layouts):
+                if receives:
+                    packed["state"][numbers[param]][key] = value.clone()
+        for entry in packed["state"].values():
+            for key in sorted(key for key, value in entry.items() if is_sharded(value)):
+                value = entry.pop(key).full_tensor()
+                if receives:
+                    entry[key] = value
+        return packed if receives else {}
+
+    def _packed(self) -> dict[str, Any]:
+        """torch's state dict of what this process has, in the order of parameters."""
+        if self._layouts:
+            self._current_layouts()
+        self._settle()
+        packed = super().state_dict()
+        # batch by batch the order would differ from rank to rank; and parameters that share a step
+        # counter here must not in an optimizer that counts each
+        packed["state"] = {
+            index: {**entry, "step": torch.as_tensor(entry["step"]).clone()}
+            for index, entry in sorted(packed["state"].items())
+        }
+        packed["param_groups"] = checkpoint.with_dtype_names(packed["param_groups"])
+        return packed
+
+    def _agree_on_state(self, arguments: Mapping[str, Any]) -> None:
+        """Raise on all ranks unless they have the same state and were called alike."""
+        facts = checkpoint.state_facts(
+            type(self).__name__, self.param_groups, self._layouts, self._agreement.members
+        )
+        shared = {members: [*arguments.items(), *about] for members, about in facts.items()}
+        self._agreement.agree(shared, "optimizer.state_dict()")
+
+    def _numbers(self) -> dict[Tensor, int]:
+        """The number of each parameter in a state dict."""
+        params = (param for group in self.param_groups for param in group["params"])
+        return {param: number for number, param in enumerate(params)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Resume from a state dict, to the bit; half-precision parameters keep float32 state."""
+        self._join()
+        with checkpoint.loading(self):
+            super().load_state_dict(dict(state_dict))
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._is_shared():
+            raise RuntimeError(
+                f"{type(self).__name__}: a copy of one process's part of an optimizer is of no "
+                "use; call optimizer.full_state_dict() on all ranks, or save it by "
+                "torch.distributed.checkpoint"
+            )
+        self._settle()
+        copied = {"skipped_steps": self.skipped_steps, "traits": self.traits}
+        return {**super().__getstate__(), **copied, "_failed": self.failed_refreshes}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Called by unpickling, by copying and by torch's load_state_dict."""
+        failed = state.pop("_failed", None)
+        super().__setstate__(state)
+        self.defaults.pop("differentiable", None)  # torch adds it; no group here has a use for it
+        self._layouts = []
+        if failed is not None:  # a copy; a loaded state leaves the counts as they are
+            self._refresher = Refresher(failed)
+            self._agreement = StepAgreement()
+        for group in self.param_groups:
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+        loading = checkpoint.unshield(self.state)
+        if self.state:
+            self._current_layouts(loading)
+
+
+def _holds(layout: GroupLayout, group: Group) -> bool:
+    """Whether a layout was made for this group as it is and has all that take part now."""
+    params = group["params"]
+    return (
+        len(layout.params) == len(params)
+        and all(map(is_, layout.params, params))
+        and layout.settings == layout_settings(group)
+        and all(param.grad is None for param in layout.idle)
+    )
+
+
+def _step_of_others(batch: Batch) -> BatchStep | None:
+    """The step of a batch whose present blocks other ranks own; None if none is present."""
+    if batch.exchange is None or not batch.exchange.present:
+        return None
+    batch.exchange.discard()
+    empty = torch.empty(0, *batch.shape, dtype=batch.dtype, device=batch.device)
+    return BatchStep(batch, direction=empty)

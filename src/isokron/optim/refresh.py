@@ -1,0 +1,271 @@
+"""When operators are refreshed, in the step or on a thread beside it, and what if that fails.
+
+A block is refreshed at `start`, 2·start, 4·start, … and then every `every` steps; through `warmup`
+in every step. `refresh`: all blocks "together", "staggered" over the steps, or on a thread with the
+result taking effect a fixed number of steps later. A row whose refresh comes out non-finite keeps
+the operator it has, and is counted.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from isokron.linalg import compute_alone, sent, surely_all
+from isokron.optim.blocks import Batch, BatchRow
+from isokron.optim.settings import param_name, refresh_delay
+
+logger = logging.getLogger(__name__)
+
+State = dict[str, Tensor]
+Group = Mapping[str, Any]
+
+
+def is_due(turn: int, group: Group) -> bool:
+    """Whether a refresh begins now: t = start, or t > start and t mod every = 0.
+
+    Before t = every also at start·2, start·4, …: curvature changes fastest at the beginning.
+    Delayed refreshes would overtake each other there, so they do without, and none begins before
+    the first has taken effect.
+    """
+    if turn <= group["warmup"]:
+        return turn > 0
+    turn, every, delay = turn - group["warmup"], group["every"], refresh_delay(group)
+    start = group["start"] or every
+    if turn <= start:
+        return turn == start
+    if turn < every and not delay:
+        quotient, remainder = divmod(turn, start)
+        return remainder == 0 and quotient & (quotient - 1) == 0
+    return turn % every == 0 and (turn > start + delay or not delay)
+
+
+def takes_effect(turn: int, group: Group) -> bool:
+    """Whether a refresh that began `delay` steps ago takes effect now."""
+    return is_due(turn - refresh_delay(group), group)
+
+
+def is_under_way(turn: int, group: Group) -> bool:
+    """Whether a delayed refresh has begun and has not taken effect."""
+    return any(is_due(turn - ago, group) for ago in range(refresh_delay(group)))
+
+
+def is_early(turn: int, group: Group) -> bool:
+    """Whether there is no operator yet."""
+    first = 1 if group["warmup"] else group["start"] or group["every"]
+    return turn - refresh_delay(group) < first
+
+
+def rows_where(condition: Callable[[int, Group], bool], turns: Tensor, group: Group) -> Tensor:
+    """For every row whether a condition holds at its turn; equal turns are asked once. [B]"""
+    values = turns.tolist()
+    answers = {turn: condition(int(turn), group) for turn in set(values)}
+    return torch.tensor([answers[turn] for turn in values], dtype=torch.bool, device="cpu")
+
+
+def staggered_phases(shapes: Sequence[tuple[int, ...]], group: Group) -> list[int]:
+    """For every block the shift of its refreshes that spreads them over `every` steps.
+
+    The costliest blocks come first, each at the step with the least to do; a refresh costs about
+    Σ dᵢ³. Equal shapes give equal shifts, so a resumed run keeps them.
+    """
+    longest = group["max_dim"] or max((max(shape) for shape in shapes), default=1)
+    costs = {s: sum(float(d) ** 3 for d in s if d <= longest) for s in set(shapes)}
+    load = [0.0] * group["every"]
+    phases = [0] * len(shapes)
+    for i in sorted(range(len(shapes)), key=lambda i: -costs[shapes[i]]):
+        phases[i] = load.index(min(load))
+        load[phases[i]] += costs[shapes[i]]
+    return phases
+
+
+class Refreshing(Protocol):
+    """What the engine asks of a method."""
+
+    def refresh(self, state: State, group: Group, first: bool) -> State: ...
+    def install(self, operator: State, state: State, group: Group) -> None: ...
+
+
+class Outcome(NamedTuple):
+    """What a refresh has done to rows of a batch, not read on the host yet."""
+
+    batch: Batch
+    rows: Tensor  # [n]
+    flags: Tensor  # [2, n]: failed, changed
+    group: Group
+
+
+class Refresher:
+    """Refreshes the rows that are due and counts those that failed.
+
+    A delayed refresh starts from a copy of the state and takes effect a fixed number of steps
+    later: how fast the thread is decides whether a step has to wait, and no number. Failures are
+    read at the next step, with the check of the gradients, so that a step waits for a device once.
+
+    `failed`: refreshes that have failed so far.
+    """
+
+    def __init__(self, failed: int = 0) -> None:
+        self.failed = failed
+        self.unread: list[Outcome] = []
+        self._error: str | None = None
+        self._pool: ThreadPoolExecutor | None = None
+        self._process = 0
+
+    def run(
+        self, method: Refreshing, batch: Batch, rows: Tensor, state: State, group: Group
+    ) -> None:
+        """Refresh the rows that are due, or begin to, and install what was begun earlier.
+
+        `rows`: numbers of the rows whose state this is.
+        """
+        turns, delay = batch.turns(rows), refresh_delay(group)
+        if delay:
+            landing = rows_where(takes_effect, turns, group).nonzero().flatten()
+            # rows that were refreshed before `refresh` became a delay have nothing to install
+            begun = [int(rows[i]) in batch.jobs.keys() | batch.pending for i in landing]
+            ready = landing[torch.tensor(begun, dtype=torch.bool)]
+            if len(ready):
+                operator, flags = _finished(batch, rows[ready].tolist())
+                self._install(method, batch, rows, ready, state, group, operator, flags)
+        due = rows_where(is_due, turns, group)
+        for first in (True, False) if bool(due.any()) else ():
+            at = (due & ((batch.refreshed[rows] == 0) == first)).nonzero().flatten()
+            if not len(at):
+                continue
+            index = sent(at, batch.device)
+            due_state = state if len(at) == len(rows) else {k: v[index] for k, v in state.items()}
+            if delay:
+                self._begin(method, batch, rows[at].tolist(), due_state, dict(group), first)
+            else:
+                operator, flags = _refreshed(method, due_state, group, first)
+                self._install(method, batch, rows, at, state, group, operator, flags)
+
+    def _begin(
+        self,
+        method: Refreshing,
+        batch: Batch,
+        rows: list[int],
+        state: State,
+        group: Group,
+        first: bool,
+    ) -> None:
+        """Start to refresh rows, whose state this is; `batch.coming` gets the result."""
+        copied = {key: value.clone() for key, value in state.items()}
+        index = batch.index(rows)
+        event = None if batch.device.type == "cpu" else torch.Event(batch.device)
+        if event is not None:
+            event.record()
+
+        def finish() -> dict[int, Tensor]:
+            operator, flags = _refreshed(method, copied, group, first)
+            for key, value in operator.items():
+                batch.coming[key][index] = value.to(batch.coming[key].dtype)
+            return dict(zip(rows, flags.unbind(1), strict=True))
+
+        @torch.no_grad()
+        def work() -> dict[int, Tensor]:
+            if event is None:
+                return finish()
+            stream = torch.Stream(batch.device)
+            stream.wait_event(event)
+            with stream:
+                flags = finish()
+            stream.synchronize()
+            return flags
+
+        if self._pool is None or self._process != os.getpid():  # threads do not survive a fork
+            self._process = os.getpid()
+            self._pool = ThreadPoolExecutor(1, "isokron-refresh", initializer=compute_alone)
+        batch.jobs.update(dict.fromkeys(rows, self._pool.submit(work)))
+
+    def _install(
+        self,
+        method: Refreshing,
+        batch: Batch,
+        rows: Tensor,
+        at: Tensor,
+        state: State,
+        group: Group,
+        operator: State,
+        flags: Tensor,
+    ) -> None:
+        """Install new operators of the rows rows[at]."""
+        self.unread.append(Outcome(batch, rows[at], flags, group))
+        if len(at) == len(rows):
+            method.install(operator, state, group)
+            return
+        index = sent(at, batch.device)
+        selected = {key: value[index] for key, value in state.items()}
+        method.install(operator, selected, group)
+        for key, value in state.items():
+            value[index] = selected[key]
+
+    def read_outcomes(self, optimizer: str, values: Sequence[Sequence[float]]) -> None:
+        """Count and log failures, given the flags of `unread` as read on the host."""
+        outcomes, self.unread = self.unread, []
+        for (batch, rows, _, group), flags in zip(outcomes, values, strict=True):
+            failed, changed = torch.tensor(flags, device="cpu").view(2, -1).bool()
+            batch.failures[rows] = torch.where(failed, batch.failures[rows] + 1, 0)
+            batch.refreshed[rows] = torch.maximum(batch.refreshed[rows], changed.float())
+            for row in rows[failed].tolist():
+                self._count_failure(optimizer, batch.rows[row], int(batch.failures[row]), group)
+
+    def _count_failure(self, optimizer: str, row: BatchRow, times: int, group: Group) -> None:
+        numbers = [i for i, param in enumerate(group["params"]) if param is row.param]
+        name = param_name(group, numbers[0]) if numbers else "that has left its group"
+        name = f"parameter {name} (block {row.number})"
+        self.failed += 1
+        logger.warning("refresh of %s failed, it keeps the operator it has", name)
+        if times > group["tolerated"]:
+            self._error = (
+                f"{optimizer}: more than tolerated={group['tolerated']} refreshes in a row failed "
+                f"for {name}; raise `damping` or `eps`, lower the learning rate, or give the "
+                "parameter a group with route='adamw'"
+            )
+
+    def raise_error(self) -> None:
+        """Raise, once, if more refreshes in a row have failed than are tolerated."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise FloatingPointError(error)
+
+
+def wait(batches: Sequence[Batch]) -> None:
+    """Wait for all refreshes that have begun. Their errors are raised when they take effect."""
+    futures.wait({job for batch in batches for job in batch.jobs.values()})
+
+
+def _finished(batch: Batch, rows: list[int]) -> tuple[State, Tensor]:
+    """Wait for the refreshes of rows: their operators and outcomes."""
+    # refreshes that were under way when a checkpoint was taken are in it, and count as changed
+    loaded = sent(torch.tensor([0.0, 1.0], dtype=torch.float64, device="cpu"), batch.device)
+    flags = [batch.jobs.pop(row).result()[row] if row in batch.jobs else loaded for row in rows]
+    batch.pending -= set(rows)
+    index = batch.index(rows)
+    return {key: value[index] for key, value in batch.coming.items()}, torch.stack(flags, 1)
+
+
+def _refreshed(method: Refreshing, state: State, group: Group, first: bool) -> tuple[State, Tensor]:
+    """New operators of rows, or the old ones where that failed, and the outcome. [2, n]"""
+    operator = method.refresh(state, group, first)
+    count, device = len(state["step"]), state["step"].device
+    failed = torch.zeros(count, dtype=torch.bool, device=device)
+    flat = [value.reshape(len(value), -1) for value in operator.values()]
+    sums = [rows.sum(1).double() for rows in flat]
+    if flat and not surely_all(torch.stack(sums).isfinite()):
+        # a sum of finite numbers may overflow, so ask every number
+        failed = torch.stack([~rows.isfinite().all(1) for rows in flat]).any(0)
+        for key, value in operator.items():
+            bad = failed.view(-1, *[1] * (value.ndim - 1))
+            operator[key] = torch.where(bad, state[key].to(value.dtype), value)
+    changed = torch.ones_like(failed)
+    if first and flat:  # a block that has seen only zeros keeps its initial operator
+        differs = [(v != state[key]).reshape(count, -1).any(1) for key, v in operator.items()]
+        changed = torch.stack(differs).any(0)
+    return operator, torch.stack([failed, changed]).double()

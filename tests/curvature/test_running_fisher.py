@@ -1,0 +1,247 @@
+"""The running Fisher of a layer and its damped inverse, against dense matrices in float64."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from isokron.curvature import find_layers
+from isokron.curvature.running_fisher import RunningFisher, decompose
+
+OUTPUTS, INPUTS = 9, 6
+POLICIES = ("dense", "auto", "hybrid", "all")
+
+
+def observations(
+    seed: int, count: int, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor]:
+    """Gradients g [T, o] and inputs a [T, i]."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = (count, OUTPUTS), (count, INPUTS)
+    g, a = (torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes)
+    return (0.1 * g).to(dtype), a.to(dtype)
+
+
+def fisher_of(
+    data: list[tuple[Tensor, Tensor]], method: str = "kfac", beta: float = 0.9, **settings: Any
+) -> RunningFisher:
+    """After one refresh at the end of all observations."""
+    g, a = data[0]
+    layer = find_layers(nn.Linear(a.size(1), g.size(1), bias=False), max_side=None).layers[0]
+    fisher = RunningFisher(layer, method, **settings)
+    fisher.make_(g, 0.0)
+    for g, a in data:
+        left, right = g[None], a[None]
+        if method == "tkfac":
+            left = left * a.norm(dim=1)[None, :, None]
+            right = right * g.norm(dim=1)[None, :, None]
+        means = {"input": right.mT @ right / len(g)}
+        if fisher.thin:
+            means["columns"] = left.mT / math.sqrt(len(g))
+        else:
+            means["output"] = left.mT @ left / len(g)
+        fisher.fold_(means, len(g), len(g), beta)
+    (pairs,) = decompose([fisher])
+    assert pairs is not None
+    fisher.refresh_(pairs)
+    return fisher
+
+
+def naive_sides(
+    data: list[tuple[Tensor, Tensor]], method: str = "kfac", beta: float = 0.9
+) -> tuple[Tensor, Tensor]:
+    """G and A, example by example."""
+    outputs, inputs, total = 0.0, 0.0, 0.0
+    for g, a in data:
+        outputs, inputs, total = beta * outputs, beta * inputs, beta * total
+        for one, other in zip(g.double(), a.double(), strict=True):
+            weights = (1.0, 1.0) if method != "tkfac" else (other @ other, one @ one)
+            outputs = outputs + weights[0] * one.outer(one)
+            inputs = inputs + weights[1] * other.outer(other)
+            total += 1
+    outputs, inputs = outputs / total, inputs / total
+    return outputs, inputs / inputs.trace() if method == "tkfac" else inputs
+
+
+def naive_inverse(
+    sides: tuple[Tensor, Tensor], damping: float, split: bool, condition: float | None
+) -> Tensor:
+    """H⁻¹ on row-major matrices, by a dense eigendecomposition of the whole."""
+    left, right = sides
+    if split:
+        pi = math.sqrt((right.trace() / len(right)) / (left.trace() / len(left)))
+        left = left + math.sqrt(damping) / pi * torch.eye(len(left)).double()
+        right = right + math.sqrt(damping) * pi * torch.eye(len(right)).double()
+    whole = torch.kron(left, right)
+    whole = whole if split else whole + damping * torch.eye(len(whole)).double()
+    values, basis = torch.linalg.eigh(whole)
+    if condition is not None:
+        values = values.clamp_min(float(values.max()) / condition)
+    return basis @ torch.diag(1 / values) @ basis.mT
+
+
+@pytest.mark.parametrize("condition", [None, 30.0])
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("method", ["kfac", "tkfac"])
+def test_every_policy_and_damping_is_the_dense_inverse(
+    method: str, policy: str, split: bool, condition: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("isokron.operators.low_rank.LARGE", 8)  # so that "hybrid" keeps columns
+    data = [observations(0, 2), observations(1, 3)]  # of rank 5 < 9, within rho·o
+    fisher = fisher_of(data, method, policy=policy)
+    assert fisher.thin == (policy != "dense")
+    inverse = naive_inverse(naive_sides(data, method), 1e-3, split, condition)
+    gradient = torch.randn(1, OUTPUTS, INPUTS, dtype=torch.float64)
+    direction = fisher.direction(gradient, 1e-3, split, condition)
+    wanted = (inverse @ gradient.flatten()).view_as(gradient)
+    torch.testing.assert_close(direction, wanted, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("policy", ["auto", "all"])
+def test_many_gradients_become_a_covariance_or_as_many_columns_as_outputs(policy: str) -> None:
+    data = [observations(seed, 7) for seed in range(6)]
+    fisher = fisher_of(data, policy=policy)
+    assert fisher.thin == (policy == "all")
+    assert fisher.lost == 0.0
+    gradient = torch.randn(1, OUTPUTS, INPUTS, dtype=torch.float64)
+    wanted = naive_inverse(naive_sides(data), 1e-2, False, None) @ gradient.flatten()
+    direction = fisher.direction(gradient, 1e-2, False, None)
+    torch.testing.assert_close(direction.flatten(), wanted, rtol=1e-9, atol=1e-9)
+
+
+def test_columns_past_t_max_are_the_best_of_their_number_and_the_loss_is_known() -> None:
+    data = [observations(0, 8)]
+    fisher = fisher_of(data, policy="all", t_max=8)
+    assert (int(fisher.state["count"]), fisher.lost) == (8, 0.0)
+    fisher = fisher_of([*data, observations(1, 4)], policy="all", t_max=8, beta=1.0)
+    first = data[0][0] / math.sqrt(12)  # of weight 8/12 after the second observation
+    values, basis = torch.linalg.eigh(first.mT @ first)
+    best = basis[:, -4:] @ torch.diag(values[-4:]) @ basis[:, -4:].mT
+    later = observations(1, 4)[0] / math.sqrt(12)
+    columns = fisher.state["columns"][0, :, :8]
+    torch.testing.assert_close(columns @ columns.mT, best + later.mT @ later, rtol=1e-9, atol=1e-12)
+    assert fisher.lost == pytest.approx(float(values[:-4].sum() / values.sum()))
+
+
+def test_stored_columns_take_half_the_bytes_in_half_precision() -> None:
+    data = [observations(0, 4, torch.float32)]
+    wide, half = (
+        fisher_of(data, policy="all", t_max=8, store_dtype=dtype, storage="host")
+        for dtype in (None, torch.bfloat16)
+    )
+    assert wide.state["columns"].nbytes == 2 * half.state["columns"].nbytes
+    gradient = torch.randn(1, OUTPUTS, INPUTS)
+    directions = [fisher.direction(gradient, 1e-2, False, None) for fisher in (wide, half)]
+    torch.testing.assert_close(*directions, rtol=0.05, atol=0.05 * float(directions[0].abs().max()))
+
+
+def test_clipped_eigenvalues_are_counted_and_the_condition_number_holds() -> None:
+    data = [observations(0, 4)]
+    left, right = naive_sides(data)
+    values = torch.linalg.eigvalsh(torch.kron(left, right)).clamp_min(0) + 1e-3
+    share = float((values < values.max() / 20).double().mean())
+    assert 0 < share < 1
+    for policy in ("dense", "all"):
+        record = fisher_of(data, policy=policy).record(1e-3, False, 20.0)
+        assert record["clipped"] == pytest.approx(share)
+        assert record["condition"] == math.inf
+        assert record["condition_after"] == pytest.approx(20.0)
+        free = fisher_of(data, policy=policy).record(1e-3, False, None)
+        assert free["condition_after"] == pytest.approx(float(values.max() / values.min()))
+        assert free["clipped"] == 0.0
+
+
+def layer_data(dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    """Gradients and inputs of a wide layer and of a softmax for 12 examples: rank-deficient."""
+    torch.manual_seed(0)
+    first, wide, out = nn.Linear(8, 4), nn.Linear(4, 40), nn.Linear(40, 3, bias=False)
+    inputs, labels = torch.randn(12, 8).double(), torch.randint(3, (12,))
+    for layer in (first, wide, out):
+        layer.to(dtype)
+    hidden = first(inputs.to(dtype)).tanh()
+    middle = wide(hidden)
+    acts = middle.tanh()
+    logits = out(acts)
+    loss = nn.functional.cross_entropy(logits, labels, reduction="sum")
+    grads = torch.autograd.grad(loss, [middle, logits])
+    return [(grads[0], hidden.detach()), (grads[1], acts.detach())]
+
+
+def gaussian_data(dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((12, 60), (12, 40)), ((50, 200), (50, 120))
+    return [
+        tuple(torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in pair)
+        for pair in sizes
+    ]
+
+
+@pytest.mark.parametrize("policy", ["dense", "all"])
+@pytest.mark.parametrize("make", [layer_data, gaussian_data])
+def test_float32_steps_are_right_at_any_damping_with_rank_deficient_factors(
+    make: Any, policy: str
+) -> None:
+    """Where 1/λ would turn the rounding outside of the factors' span into the whole step."""
+    for (g, a), (g64, a64) in zip(make(torch.float32), make(torch.float64), strict=True):
+        fisher = fisher_of([(g, a)], policy=policy)
+        gradient = (g.mT @ a)[None] / len(g)
+        # the gradient is in the span of both sides: there, and only there, in float64
+        (q, s, _), (p, t, _) = (
+            torch.linalg.svd(x.mT / math.sqrt(len(x)), full_matrices=False) for x in (g64, a64)
+        )
+        inner = q.mT @ (g64.mT @ a64 / len(g64)) @ p
+        curvature = s.square()[:, None] * t.square()
+        for damping in (1e-2, 1e-4, 1e-6, 1e-8):
+            wanted = q @ (inner / (curvature + damping)) @ p.mT
+            direction = fisher.direction(gradient, damping, False, None)[0].double()
+            error = float((direction - wanted).norm() / wanted.norm())
+            # without the rule, up to 2e-4, 2e-2, 2 and 140 for these dampings
+            assert error < (2e-2 if damping < 1e-4 else 2e-4), (damping, error)
+
+
+@pytest.mark.parametrize("policy", ["dense", "all"])
+def test_what_really_is_outside_of_the_span_is_stepped_by(policy: str) -> None:
+    g, a = gaussian_data(torch.float32)[0]
+    fisher = fisher_of([(g, a)], policy=policy)
+    span = torch.linalg.qr(g.double().mT).Q
+    outside = torch.randn(1, 60, 40, dtype=torch.float64)
+    outside = outside - span @ (span.mT @ outside)
+    for damping in (1e-2, 1e-4):
+        direction = fisher.direction(outside.float(), damping, False, None).double()
+        error = (direction - outside / damping).norm() / (outside / damping).norm()
+        assert error < 2e-3 * 1e-4 / damping + 1e-5
+
+
+def test_small_eigenvalues_along_axes_are_not_taken_for_rounding() -> None:
+    """Entries of a float32 covariance are right to their own size, not to that of the largest."""
+    scales = torch.logspace(0, -4, 30, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    g, a = (torch.randn(200, 30, generator=generator, dtype=torch.float64) * scales for _ in "ga")
+    fisher = fisher_of([(g.float(), a.float())])
+    inverse = fisher_of([(g.float().double(), a.float().double())])
+    gradient = (g.mT @ a / 200)[None]
+    for damping in (1e-2, 1e-4, 1e-6):
+        wanted = inverse.direction(gradient, damping, False, None)
+        direction = fisher.direction(gradient.float(), damping, False, None).double()
+        assert (direction - wanted).norm() < 1e-4 * wanted.norm()
+
+
+def test_eigenvalues_of_ekfac_keep_their_sum_when_the_basis_changes() -> None:
+    fisher = fisher_of([observations(0, 20)], "ekfac")
+    measured = torch.rand_like(fisher.state["eigenvalues"])
+    fisher.state["eigenvalues"].copy_(measured)
+    old = [fisher.state[f"basis.{side}"][0].clone() for side in ("output", "input")]
+    g, a = observations(1, 20)
+    means = {"input": (a.mT @ a / 20)[None], "output": (g.mT @ g / 20)[None]}
+    fisher.fold_(means, 20, 20, 0.5)
+    (pairs,) = decompose([fisher])
+    assert pairs is not None
+    fisher.refresh_(pairs)
+    operator = torch.kron(*old) @ measured.flatten().diag() @ torch.kron(*old).mT
+    new = torch.kron(fisher.state["basis.output"][0], fisher.state["basis.input"][0])
+    wanted = (new.mT @ operator @ new).diagonal().view_as(measured)
+    torch.testing.assert_close(fisher.state["eigenvalues"], wanted, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(fisher.state["eigenvalues"].sum(), measured.sum())
