@@ -124,13 +124,11 @@ def _place(error: Exception) -> str:
 
 def leave(code: int) -> NoReturn:
     """Exit; after success, together with the other ranks."""
-    if _launched is None:
-        sys.exit(code)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if code == 0:
-        _launched.leave()
-    else:
-        _launched.give_up()
-    # a normal exit closes connections on which other ranks wait, and may abort their threads
-    os._exit(code)
+    if _launched is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if code == 0:
+            _launched.leave()
+        else:
+            _launched.give_up()
+    sys.exit(code)
