@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.benchmark import Timer
 
-from isokron.distributed.block_exchange import block_parts, padded_blocks
+from isokron.distributed.block_exchange import block_parts, directions_traffic
 from isokron.distributed.block_owners import EIGEN_FLOPS, assign, block_cost, refresh_cost
 from isokron.distributed.dtensor import chunk_bounds, padded_part
 from isokron.distributed.process_group import sent_by_gather, sent_by_reduce
@@ -171,9 +171,9 @@ def _add_blocks(
     for batch_rows in chain.from_iterable(waves_of(rows, group, by_layer, work)):
         kind = _kind(batch_rows[0], layout)
         if not kind[2]:
-            count = padded_blocks(islice(queues[kind], len(batch_rows)))
+            owner_ranks = islice(queues[kind], len(batch_rows))
             size = (layout.communication or batches[kind].dtype).itemsize * prod(kind[0])
-            costs.sent[:] += sent_by_gather(count * size, layout.size)
+            costs.sent[:] += directions_traffic(owner_ranks, size, layout.size)
 
 
 def _sent_to_owners(

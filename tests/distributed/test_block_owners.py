@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import isokron
 from cases import build
 from isokron.distributed import assign, block_cost
-from isokron.distributed.block_exchange import padded_blocks
+from isokron.distributed.block_exchange import directions_traffic
 from isokron.distributed.block_owners import refresh_cost
 from isokron.distributed.dtensor import padded_part
 
@@ -73,8 +73,6 @@ def test_a_key_that_is_called_steps_makes_no_method_a_polar_one() -> None:
 
 
 def test_what_is_padded() -> None:
-    assert padded_blocks([0, 2, 2, 1, 2]) == 3
-    assert padded_blocks([]) == 0
     assert padded_part((13, 10), 4) == 4 * 10
     assert padded_part((2,), 4) == 1
 
@@ -113,3 +111,11 @@ def test_cost_counts_factors_of_short_dimensions_alone() -> None:
     group = {"max_dim": 64, "every": 10, "route": "auto"}
     assert block_cost((8, 32), group) == 2 * 256 * 41 + 10 * (8**3 + 32**3) / 10
     assert block_cost((8, 128), group) == 2 * 1024 * 9 + 10 * 8**3 / 10
+
+
+def test_directions_of_few_owners_are_broadcast_and_not_padded() -> None:
+    assert directions_traffic([0, 1, 2, 2], 100, 3) == 2 * 100 * 2  # gathered, padded to 2 a rank
+    assert directions_traffic([5], 6400, 64) == 6300  # and not 63 · 6400
+    for owners in ([0], [3, 3], list(range(8)), [0, 1] * 4):
+        needed = len(owners) * 6400
+        assert directions_traffic(owners, 6400, 64) <= 2 * needed

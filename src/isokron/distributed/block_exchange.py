@@ -1,12 +1,12 @@
 """Blocks of a batch on their way: from the ranks that hold their elements to their owners and back.
 
 One collective a batch: an all-to-all where parameters are sharded; where every rank has the whole
-parameter only directions travel, by an all-gather.
+parameter only directions travel, by an all-gather, or by broadcasts if most ranks own none of them.
 """
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from isokron.block_layout import Block
 from isokron.distributed.dtensor import Place, local
-from isokron.distributed.process_group import Pending
+from isokron.distributed.process_group import Pending, sent_by_broadcast, sent_by_gather
 
 
 @dataclass(frozen=True)
@@ -107,12 +107,12 @@ def _span(block: Block, shape: Sequence[int], dim: int) -> tuple[int, int, int |
 class Arriving:
     """Blocks in flight; `take` waits for them."""
 
-    pending: Pending | None
+    pending: Sequence[Pending]
     unpack: Callable[[], list[Tensor]]
 
     def take(self) -> list[Tensor]:
-        if self.pending is not None:
-            self.pending.wait()
+        for pending in self.pending:
+            pending.wait()
         return self.unpack()
 
 
@@ -218,7 +218,7 @@ class BlockExchange:
                 for i, tensor in zip(self.present, locals_, strict=True)
                 if self.owners[i] == rank and (block := self.local_blocks[i]) is not None
             ]
-            return Arriving(None, lambda: owned)
+            return Arriving([], lambda: owned)
         sent: list[list[Tensor]] = [[] for _ in range(self.ranks.size)]
         expected: list[list[tuple[int, BlockPart]]] = [[] for _ in range(self.ranks.size)]
         count = 0
@@ -268,28 +268,46 @@ class BlockExchange:
             pieces = iter(received.to(like.dtype).split(sizes))
             return unpack([[next(pieces).view(shape) for shape in of_rank] for of_rank in shapes])
 
-        return Arriving(pending, arrived)
+        return Arriving([pending], arrived)
 
     def _gather(self, directions: Tensor) -> Arriving:
         owners = [self.owners[i] for i in self.present]
-        packed = directions.new_zeros(
-            padded_blocks(owners), *self.shape, dtype=self.dtype or directions.dtype
-        )
-        packed[: len(directions)] = directions
-        gathered = packed.new_empty(self.ranks.size, *packed.shape)
-        pending = self.ranks.all_gather_into(gathered, packed)
+        counts, dtype = Counter(owners), self.dtype or directions.dtype
+        if _is_gathered(counts, self.ranks.size):
+            packed = directions.new_zeros(max(counts.values()), *self.shape, dtype=dtype)
+            packed[: len(directions)] = directions
+            gathered = packed.new_empty(self.ranks.size, *packed.shape)
+            pieces = dict(enumerate(gathered))
+            pending = [self.ranks.all_gather_into(gathered, packed)]
+        else:
+            pieces = {
+                owner: directions.to(dtype).contiguous()
+                if owner == self.ranks.rank
+                else directions.new_empty(count, *self.shape, dtype=dtype)
+                for owner, count in sorted(counts.items())
+            }
+            pending = [self.ranks.broadcast_(piece, owner) for owner, piece in pieces.items()]
 
         def arrived() -> list[Tensor]:
-            queues = [iter(blocks.to(directions.dtype)) for blocks in gathered]
+            queues = {owner: iter(piece.to(directions.dtype)) for owner, piece in pieces.items()}
             return [next(queues[owner]) for owner in owners]
 
         return Arriving(pending, arrived)
 
 
+def directions_traffic(owners: Iterable[int], size: int, ranks: int) -> int:
+    """Bytes each rank sends to give the directions of blocks of `size` bytes to all ranks."""
+    counts = Counter(owners)
+    if _is_gathered(counts, ranks):
+        return sent_by_gather(max(counts.values()) * size, ranks)
+    return sum(sent_by_broadcast(count * size, ranks) for count in counts.values())
+
+
+def _is_gathered(counts: Mapping[int, int], ranks: int) -> bool:
+    """Whether an all-gather, in which all send as many blocks as the rank that owns most, sends at
+    most twice what is needed. Large blocks on many ranks come one at a time, each from one rank."""
+    return ranks * max(counts.values()) <= 2 * sum(counts.values())
+
+
 def _read(block: Block, tensor: Tensor) -> Tensor:
     return tensor[block.index].reshape(block.merged)[block.cut]
-
-
-def padded_blocks(owners: Iterable[int]) -> int:
-    """Blocks that every rank sends in an all-gather: as many as the rank that owns most."""
-    return max(Counter(owners).values(), default=0)

@@ -125,6 +125,13 @@ class Ranks:
         )
         return Pending(work, "all_to_all", self)
 
+    def broadcast_(self, tensor: Tensor, source: int) -> "Pending":
+        """Start to fill `tensor` on all ranks with that of rank `source` of the group."""
+        self.traffic.sent += sent_by_broadcast(_bytes(tensor), self.size)
+        options = self._limited(dist.BroadcastOptions())
+        options.rootRank = source
+        return Pending(self.group.broadcast([tensor], options), "broadcast", self)
+
     def barrier(self, what: str) -> None:
         """Wait until all ranks have come here; `what` names it in an error."""
         self._all_reduce(torch.zeros(1, device=self.device), None, f"a barrier ({what})").wait()
@@ -281,6 +288,11 @@ def sent_by_reduce(size: int, ranks: int) -> int:
 def sent_by_gather(size: int, ranks: int) -> int:
     """Bytes each rank sends in an all-gather of `size` bytes from each: size·(R−1)."""
     return size * (ranks - 1)
+
+
+def sent_by_broadcast(size: int, ranks: int) -> int:
+    """Bytes each rank sends on average in a broadcast of `size` bytes: all but one pass it on."""
+    return size * (ranks - 1) // ranks
 
 
 def _bytes(tensor: Tensor) -> int:
