@@ -72,20 +72,20 @@ CASES = [
     Case(
         "shampoo-eigen",
         isokron.Shampoo,
-        {"lr": 1e-2, "every": 2, "form": "eigen", "max_dim": 8, "beta3": 0.5, "damping": 1e-3},
+        {"lr": 1e-2, "every": 2, "form": "eigen", "max_dim": 8, "damping": 1e-3},
     ),
     Case("shampoo-kl", isokron.Shampoo, {"lr": 1e-2, "statistic": "kl", "every": 4, "start": 2}),
     Case(
         "shampoo-staggered",
         isokron.Shampoo,
-        {"lr": 1e-2, "every": 4, "stagger": True, "graft_by": "parameter", "max_dim": 8},
+        {"lr": 1e-2, "every": 4, "refresh": "staggered", "max_dim": 8},
         compiles=False,  # too many shapes for one compiled function
     ),
     Case("soap", isokron.SOAP, {"lr": 1e-2, "every": 3}, compiles=False),
     Case(
         "soap-delayed",
         isokron.SOAP,
-        {"lr": 1e-2, "every": 4, "delay": 2, "vectors": True, "oversize": "identity", "max_dim": 8},
+        {"lr": 1e-2, "every": 4, "refresh": 2, "vectors": True, "max_dim": 8},
         compiles=False,
     ),
     Case(
@@ -98,7 +98,7 @@ CASES = [
     Case(
         "katie-symmetric",
         isokron.Katie,
-        {"lr": 1e-2, "every": 4, "form": "symmetric", "stagger": True, "delay": 1, "max_dim": 8},
+        {"lr": 1e-2, "every": 4, "form": "symmetric", "refresh": "staggered", "max_dim": 8},
     ),
     Case("quad", isokron.Quad, {"lr": 3e-2}, compiles=False),  # too many shapes, vectors included
     Case(
@@ -109,9 +109,9 @@ CASES = [
     ),
     Case("skew", isokron.Skew, {"lr": 3e-2, "vectors": False}),
     Case(
-        "skew-turns",
+        "skew-delayed",
         isokron.Skew,
-        {"lr": 3e-2, "every": 4, "stagger": True, "delay": 1, "block_size": 8, "normalize": True},
+        {"lr": 3e-2, "every": 4, "refresh": 1, "block_size": 8, "normalize": True},
         compiles=False,
     ),
     Case("spectral", isokron.Shampoo, {"lr": 1e-2, "route": "spectral"}),

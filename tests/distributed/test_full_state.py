@@ -125,7 +125,7 @@ def differing(what: str) -> str:
     trained(params, optimizer)
     if dist.get_rank() == 1:
         if what == "delay":
-            optimizer.param_groups[0]["delay"] = 1
+            optimizer.param_groups[0]["refresh"] = 1
         elif what == "steps":
             for batch in optimizer._plans.made[0].batches:
                 batch.shared.step += 1

@@ -24,7 +24,7 @@ VARIED = (
     "soap-averaged",
     "katie-symmetric",
     "quad-old",
-    "skew-turns",
+    "skew-delayed",
     "whitening-grafted",
 )
 SHAPES = {
@@ -248,16 +248,19 @@ def test_blocks_keep_their_owners_and_so_their_state(kind: str, what: str) -> No
             torch.testing.assert_close(many, one, rtol=1e-6, atol=1e-6)  # lost state is 0.04 off
 
 
-def grafted_later() -> str:
-    params, optimizer = make(next(case for case in CASES if case.name == "shampoo-eigen"))
+def joined_later() -> str:
+    """The layers of Quad are clipped each as one, and so are on one rank."""
+    weight = nn.Parameter(torch.zeros(16, 16))
+    optimizer = isokron.Quad([{"params": [weight], "split": 2}], block_size=8)
     optimizer.distribute()
-    stepped(params, optimizer, range(2))
-    optimizer.param_groups[0].update(graft="adam", graft_by="parameter")
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    optimizer.param_groups[0]["split"] = None
     with pytest.raises(RuntimeError) as caught:
-        stepped(params, optimizer, range(2, 3))
+        optimizer.step()
     return str(caught.value)
 
 
 def test_what_would_move_state_between_ranks_is_refused() -> None:
-    for text in run(2, grafted_later):
-        assert "set graft and graft_by before the first step" in text
+    for text in run(2, joined_later):
+        assert "set split before the first step" in text

@@ -14,7 +14,7 @@ import isokron
 from cases import CASES
 from processes import run
 
-NAMES = ("adamw", "shampoo-staggered", "soap-delayed", "soap-averaged", "katie", "skew-turns")
+NAMES = ("adamw", "shampoo-staggered", "soap-delayed", "soap-averaged", "katie", "skew-delayed")
 CHOSEN = [case for case in CASES if case.name in NAMES]
 FIRST, SECOND = range(5), range(5, 9)
 
@@ -146,7 +146,7 @@ def full(kind: str) -> list[bool]:
         for other, _ in others:
             other.load_state_dict(model.state_dict())
         others[0][1].load_state_dict(loaded)
-        if case.name == "skew-turns":  # torch cannot place numbers that another rank owns
+        if case.name == "skew-delayed":  # torch cannot place numbers that another rank owns
             others.pop()
         else:
             set_optimizer_state_dict(*others[1], named, options=options)

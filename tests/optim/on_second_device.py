@@ -121,7 +121,7 @@ def test_what_ranks_agree_on_waits_for_the_device_once_at_most() -> None:
 
 @every_case
 def test_models_on_two_devices_step_as_on_one(case: Case) -> None:
-    case = replace(case, settings={**case.settings, "stagger": False})
+    case = replace(case, settings={**case.settings, "refresh": "together"})
     here = net()
     there = on_cpu(here)
     mixed = copy.deepcopy(here)

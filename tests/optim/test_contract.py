@@ -24,7 +24,7 @@ every_case = pytest.mark.parametrize("case", CASES, ids=[case.name for case in C
 
 def all_at_once(case: Case) -> Case:
     """Where whose turn it is to refresh depends on who else is there: without turns."""
-    settings = {key: value for key, value in case.settings.items() if key != "stagger"}
+    settings = {key: value for key, value in case.settings.items() if value != "staggered"}
     return replace(case, settings=settings)
 
 

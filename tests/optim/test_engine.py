@@ -221,8 +221,6 @@ def test_parameters_no_step_could_be_right_for_are_refused(param: Tensor, messag
         ({"nonfinite": "warn"}, "nonfinite must be one of"),
         ({"nesterov": True, "momentum": 0.0}, "nesterov must be False"),
         ({"vectors": True}, "vectors must be False for a method of matrices"),
-        ({"beta3": 0.5}, "beta3 must be None here"),
-        ({"dampening": 0.5}, "dampening must be 0.0 here"),
     ],
     ids=str,
 )
@@ -368,22 +366,22 @@ def test_a_parameter_whose_data_was_replaced_is_still_stepped() -> None:
     assert equal(model, reference)
 
 
-def test_the_filter_momentum_and_dampening_follow_the_naive_version() -> None:
-    """f = β₃M + (1−β₃)G debiased, then B ← μB + (1−d)P, with and without Nesterov."""
-    beta1, beta3, mu, damp = 0.9, 0.6, 0.7, 0.2
+def test_momentum_of_the_update_follows_the_naive_version() -> None:
+    """B ← μB + P, with and without Nesterov; P is the debiased first moment."""
+    beta1, mu = 0.9, 0.7
     for nesterov in (False, True):
         weight = nn.Parameter(torch.zeros(3, 4, dtype=torch.float64))
         grads = torch.randn(12, 3, 4, dtype=torch.float64)
-        settings = {"momentum": mu, "dampening": damp, "nesterov": nesterov, "beta3": beta3}
+        settings = {"momentum": mu, "nesterov": nesterov}
         optimizer = isokron.Shampoo(
             [weight], 0.1, betas=(beta1, 0.9), graft=None, start=99, weight_decay=0.0, **settings
         )
         m = b = w = torch.zeros(3, 4, dtype=torch.float64)
         for t, g in enumerate(grads, start=1):
-            f = (beta3 * m + (1 - beta3) * g) / (1 - beta3 * beta1 ** (t - 1))
             m = beta1 * m + (1 - beta1) * g
-            b = mu * b + (1 - damp) * f
-            w = w - 0.1 * ((1 - damp) * f + mu * b if nesterov else b)
+            p = m / (1 - beta1**t)
+            b = mu * b + p
+            w = w - 0.1 * (p + mu * b if nesterov else b)
         torch.testing.assert_close(steps(optimizer, weight, grads), w, rtol=1e-9, atol=1e-9)
 
 

@@ -109,20 +109,6 @@ def test_what_goes_to_adamw_cannot_sum() -> None:
         isokron.AdamW([weight], use_bias_correction=False)
 
 
-@pytest.mark.parametrize(("shape", "sides"), [((3, 8), (0,)), ((8, 3), (1,)), ((8, 9), ())])
-def test_a_large_dimension_is_left_alone_by_option(
-    shape: tuple[int, ...], sides: tuple[int, ...]
-) -> None:
-    assert_follows(
-        isokron.SOAP,
-        lambda grads: naive_soap(grads, sides=sides),
-        gradients(shape, 16),
-        **SETTINGS,
-        oversize="identity",
-        max_dim=5,
-    )
-
-
 def test_the_basis_of_a_static_matrix_converges() -> None:
     spread = torch.linspace(0, 3, 24, dtype=torch.float64)
     turn = torch.linalg.qr(torch.randn(24, 24, dtype=torch.float64)).Q
@@ -150,22 +136,6 @@ def test_soap_finds_the_basis_of_gradients_that_have_changed() -> None:
         basis = state[f"basis.{i}.0"].double()
         assert offdiagonal(cov, basis) < 1e-3
         torch.testing.assert_close(basis.T @ basis, torch.eye(8).double(), atol=1e-5, rtol=0)
-
-
-def test_the_filter_with_two_rates_works_in_the_basis() -> None:
-    """Without a basis SOAP is Adam on f = β₃M + (1−β₃)G, debiased."""
-    grads = gradients((4, 5), 8)
-    weight = nn.Parameter(torch.zeros(4, 5, dtype=torch.float64))
-    settings = {"betas": (0.9, 0.99), "start": 99, "graft": None, "weight_decay": 0.0}
-    optimizer = isokron.SOAP([weight], lr=0.1, beta3=0.6, **settings)
-    m, v, expected = (torch.zeros(4, 5, dtype=torch.float64) for _ in range(3))
-    for t, grad in enumerate(grads, start=1):
-        weight.grad = grad
-        optimizer.step()
-        f = (0.6 * m + 0.4 * grad) / (1 - 0.6 * 0.9 ** (t - 1))
-        m, v = 0.9 * m + 0.1 * grad, 0.99 * v + 0.01 * grad**2
-        expected = expected - 0.1 * f / ((v / (1 - 0.99**t)).sqrt() + 1e-8)
-    torch.testing.assert_close(weight.detach(), expected)
 
 
 def test_a_basis_within_tolerance_is_kept() -> None:

@@ -313,10 +313,8 @@ def test_a_small_factor_rate_is_not_raised_to_the_floor(kind: str) -> None:
         ({"seed": -1}, "seed must be None or a whole number"),
         ({"normalize": 1}, "normalize must be True or False"),
         ({"max_dim": 64}, "max_dim must be None here; `block_size`"),
-        ({"oversize": "identity"}, "oversize must be 'cut' here"),
         ({"warmup": -1}, "warmup must be a whole number of at least 0"),
-        ({"every": 3, "warmup": 2, "delay": 1}, "delay must be 0 with a warmup"),
-        ({"beta3": 0.5}, "beta3 must be None here"),
+        ({"every": 3, "warmup": 2, "refresh": 1}, "refresh must be a word with a warmup"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )

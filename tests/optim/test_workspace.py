@@ -13,10 +13,9 @@ import isokron
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("SOAP", {}),
-    ("Shampoo", {"stagger": True}),
-    ("Shampoo", {"graft_by": "parameter"}),
+    ("Shampoo", {"refresh": "staggered"}),
     ("Katie", {"decay": "l2"}),
-    ("Katie", {"delay": 1}),
+    ("Katie", {"refresh": 1}),
     ("Muon", {}),
     ("Quad", {"block_size": 4}),
     ("Skew", {"block_size": 4, "every": 3}),

@@ -14,6 +14,11 @@ from torch import Tensor
 from isokron.optim.blocks import Batch
 
 
+def refresh_delay(group: Mapping[str, Any]) -> int:
+    """Steps that a refresh takes on a thread of its own; 0: it is done within its step."""
+    return 0 if isinstance(group["refresh"], str) else group["refresh"]
+
+
 def first(group: Mapping[str, Any]) -> int:
     return 1 if group["warmup"] else group["start"] or group["every"]
 
@@ -38,21 +43,21 @@ def due(turn: int, group: Mapping[str, Any]) -> bool:
     start = group["start"] or every
     if turn <= start:
         return turn == start
-    if turn < every and not group["delay"]:
+    delay = refresh_delay(group)
+    if turn < every and not delay:
         times, rest = divmod(turn, start)
         return rest == 0 and times & (times - 1) == 0
-    landed = turn > start + group["delay"] or not group["delay"]
-    return turn % every == 0 and landed
+    return turn % every == 0 and (not delay or turn > start + delay)
 
 
 def landing(turn: int, group: Mapping[str, Any]) -> bool:
-    """Whether a refresh that began `delay` steps ago takes effect now."""
-    return due(turn - group["delay"], group)
+    """Whether a refresh that began `refresh` steps ago takes effect now."""
+    return due(turn - refresh_delay(group), group)
 
 
 def unready(turn: int, group: Mapping[str, Any]) -> bool:
     """Whether there is no operator yet."""
-    return turn - group["delay"] < first(group)
+    return turn - refresh_delay(group) < first(group)
 
 
 def take_turns_(batches: Sequence[Batch], group: Mapping[str, Any]) -> None:
@@ -72,11 +77,10 @@ def take_turns_(batches: Sequence[Batch], group: Mapping[str, Any]) -> None:
 
 
 def check_cadence(group: Mapping[str, Any]) -> str | None:
-    """What is wrong with `delay`, if anything: a refresh must land before the next begins."""
-    if group["delay"] == 0:
-        return None
-    if group["warmup"]:
-        return f"0 with a warmup, which is every step's own (warmup={group['warmup']})"
-    if group["delay"] < group["every"]:
+    """What is wrong with a delay, if anything: a refresh must land before the next begins."""
+    delay = refresh_delay(group)
+    if delay and group["warmup"]:
+        return f"a word with a warmup, whose steps refresh at once (warmup={group['warmup']})"
+    if delay < group["every"]:
         return None
     return f"below every={group['every']}, the steps from one refresh to the next"

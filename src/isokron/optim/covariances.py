@@ -15,12 +15,6 @@ from isokron.optim.blocks import Batch
 from isokron.optim.moments import corrected
 
 
-def preconditioned_sides(batch: Batch, group: Mapping[str, Any]) -> list[int]:
-    """Dimensions that get a factor: all but those that are kept whole above `max_dim`."""
-    longest = group["max_dim"]
-    return [i for i, size in enumerate(batch.shape) if longest is None or size <= longest]
-
-
 def zero_covariances(
     batch: Batch, sides: Iterable[int], dtype: torch.dtype | None
 ) -> dict[str, Tensor]:

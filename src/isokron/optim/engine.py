@@ -137,7 +137,6 @@ class Preconditioned(torch.optim.Optimizer):
         return cut_blocks(
             shape,
             max_dim=None if spectral else group["max_dim"],
-            oversize=group["oversize"],
             order=2 if spectral else self.order,
             stacked=group["stacked"],
             split=group["split"],

@@ -41,33 +41,6 @@ def graft(direction: Tensor, length_of: Tensor) -> Tensor:
     return _scaled(direction, norms(length_of) / (norms(direction) + TINY))
 
 
-def graft_together(
-    directions: Sequence[Tensor],
-    simple: Sequence[Tensor],
-    owners: Sequence[int],
-    alone: Sequence[Tensor | None],
-) -> list[Tensor]:
-    """As `graft`, with lengths taken over all blocks of a parameter, in whatever batches they are.
-
-    directions, simple: one [B, ...] a batch. owners: which parameter a row is of, over all batches.
-    alone: rows that are left out and stay as they are, [B] a batch, or None.
-    """
-
-    def lengths(tensors: Sequence[Tensor]) -> Tensor:
-        squares = [
-            norms(tensor).square() if out is None else norms(tensor).square().masked_fill(out, 0.0)
-            for tensor, out in zip(tensors, alone, strict=True)
-        ]
-        return sums_by_owner(squares, owners).sqrt()
-
-    ratio = lengths(simple) / (lengths(directions) + TINY)
-    parts = ratio.split([len(tensor) for tensor in directions])
-    return [
-        _scaled(tensor, part if out is None else torch.where(sent(out, part.device), 1.0, part))
-        for tensor, part, out in zip(directions, parts, alone, strict=True)
-    ]
-
-
 def sums_by_owner(values: Sequence[Tensor], owners: Sequence[int]) -> Tensor:
     """For every row the sum over all rows with its owner. values: one [B] a batch → [ΣB]
 

@@ -53,7 +53,7 @@ PEERS: dict[str, tuple[str, ...]] = {
     "weight_decouple": ("decay",),
 }
 
-LEAST = {"every": 1, "warmup": 0, "stacked": 0, "split_dim": 0, "delay": 0, "tolerated": 0}
+LEAST = {"every": 1, "warmup": 0, "stacked": 0, "split_dim": 0, "tolerated": 0}
 
 
 def learning_rate(group: Mapping[str, Any]) -> Any:
@@ -104,11 +104,9 @@ def check_group(optimizer: str, group: Mapping[str, Any], sums: bool = False) ->
     need(_scalar(group["lr"]) >= 0, "lr", "a finite number of at least 0")
     for name in ("lr_scale", "weight_decay", "eps"):
         need(_scalar(group[name]) >= 0, name, "a finite number of at least 0")
-    for name in ("momentum", "dampening", "average_decay"):
+    for name in ("momentum", "average_decay"):
         need(0 <= _scalar(group[name]) < 1, name, "at least 0 and below 1")
     need(0 <= _scalar(group["average_beta"]) <= 1, "average_beta", "at least 0 and at most 1")
-    beta3 = group["beta3"]
-    need(beta3 is None or 0 <= _scalar(beta3) < 1, "beta3", "None or at least 0 and below 1")
     betas = group["betas"]
     pair = isinstance(betas, Sequence) and len(betas) == 2
     numbers = pair and not any(isinstance(beta, Tensor) for beta in betas)
@@ -128,7 +126,6 @@ def check_group(optimizer: str, group: Mapping[str, Any], sums: bool = False) ->
         need(group[name] is None or _whole(group[name], 1), name, "None or a whole number above 0")
     for name in (
         "vectors",
-        "stagger",
         "nesterov",
         "use_bias_correction",
         "maximize",
@@ -136,8 +133,13 @@ def check_group(optimizer: str, group: Mapping[str, Any], sums: bool = False) ->
         "flat",
     ):
         need(isinstance(group[name], bool), name, "True or False")
+    need(
+        group["refresh"] in ("together", "staggered") or _whole(group["refresh"], 1),
+        "refresh",
+        "'together', 'staggered' or a delay in steps, a whole number above 0",
+    )
     if wrong := check_cadence(group):
-        need(False, "delay", wrong)
+        need(False, "refresh", wrong)
     need(
         not (group["nesterov"] and group["momentum"] == 0),
         "nesterov",
@@ -160,9 +162,6 @@ def check_method(method: Any, group: Mapping[str, Any]) -> None:
                 f"{method.__name__}: {name} must be {rule}, got {name}={group[name]!r}"
             )
 
-    for name, off in (("beta3", None), ("dampening", 0.0)):
-        rule = f"{off} here; Shampoo, SOAP and Katie have it"
-        need(method.heavy_ball or group[name] == off, name, rule)
     need(
         group["use_bias_correction"] or not method.elementwise,
         "use_bias_correction",
@@ -174,9 +173,9 @@ def check_method(method: Any, group: Mapping[str, Any]) -> None:
         "False for a method of matrices; vectors go to AdamW",
     )
     need(
-        not group["delay"] or bool(method.operator),
-        "delay",
-        "0 for a method that does not name in `operator` what its refresh makes",
+        isinstance(group["refresh"], str) or bool(method.operator),
+        "refresh",
+        "'together' or 'staggered' for a method whose `operator` names no state",
     )
 
 

@@ -15,7 +15,6 @@ from isokron.optim.covariances import (
     debiased,
     known_only,
     observe_side_,
-    preconditioned_sides,
     sides_of,
     zero_covariances,
 )
@@ -94,7 +93,7 @@ class Katie(Preconditioned):
 
     def init_state(self, batch: Batch, group: Mapping[str, Any]) -> dict[str, Tensor]:
         powers = exponents(group, len(batch.shape))
-        sides = [i for i in preconditioned_sides(batch, group) if powers[i]]
+        sides = [i for i in range(len(batch.shape)) if powers[i]]
         return {
             "variance": batch.zeros(),
             **zero_covariances(batch, sides, group["factor_dtype"]),

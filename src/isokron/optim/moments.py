@@ -45,20 +45,8 @@ def first_moment_(
     return moment if step is None else moment / bias(beta, step + 1 if nesterov else step)
 
 
-def filtered_(mean: Tensor, grad: Tensor, beta: float, beta3: float, step: Tensor | None) -> Tensor:
-    """f = β₃M + (1−β₃)G, debiased by 1 − β₃β₁ᵗ⁻¹ where `step` is given; then M ← β₁M + (1−β₁)G.
-
-    β₃ = β₁: Adam's mean."""
-    mixed = mean.lerp(grad, 1 - beta3)
-    mean.lerp_(grad, 1 - beta)
-    if step is None:
-        return mixed
-    weight = 1 - beta3 * torch.pow(beta, step.double() - 1)  # in float32 off by 1e-5 near 1
-    return mixed / weight.to(mixed.dtype)
-
-
 def heavy_ball_(velocity: Tensor, update: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """B ← μB + (1−d)P; returns B, or (1−d)P + μB with Nesterov."""
-    rate, share = group["momentum"], 1 - group["dampening"]
-    velocity.mul_(rate).add_(update, alpha=share)
-    return (update * share).add_(velocity, alpha=rate) if group["nesterov"] else velocity
+    """B ← μB + P; returns B, or P + μB with Nesterov."""
+    rate = group["momentum"]
+    velocity.mul_(rate).add_(update)
+    return update.add(velocity, alpha=rate) if group["nesterov"] else velocity

@@ -13,7 +13,7 @@ from torch import Tensor
 from isokron.distributed import Place, Ranks, Sharing, assign, block_cost
 from isokron.optim.averaging import Averages
 from isokron.optim.blocks import Batch, Block, Row
-from isokron.optim.cadence import take_turns_
+from isokron.optim.cadence import refresh_delay, take_turns_
 from isokron.optim.flat import FlatList, small_and_large
 from isokron.optim.fused import FusedList
 from isokron.optim.groups import state_dtype
@@ -93,8 +93,9 @@ class Plan:
 
 
 def layout(group: Mapping[str, Any], shaping: tuple[str, ...]) -> tuple[Any, ...]:
-    on = (group["momentum"] > 0, group["betas"][0] > 0, group["delay"] > 0)
-    return (*on, *[group[key] for key in (*LAYOUT, *shaping)])
+    on = (group["momentum"] > 0, group["betas"][0] > 0, refresh_delay(group) > 0)
+    staggered = group["refresh"] == "staggered"
+    return (*on, staggered, *[group[key] for key in (*LAYOUT, *shaping)])
 
 
 def build_plan(
@@ -113,8 +114,8 @@ def build_plan(
 
     `shaping`: settings of the method's own on which the form of its state depends. `least`: the
     least precision its state may have. `before`: what ranks have to do for other groups.
-    `together`: what has one owner: a "block", the blocks of a "part" or of a "parameter". `work`:
-    as of `block_cost`, by which owners are chosen.
+    `together`: what has one owner: a "block", or the blocks of a "part". `work`: as of
+    `block_cost`, by which owners are chosen.
     """
     sharing = sharing or Sharing()
     rows: dict[tuple[Any, ...], list[Row]] = {}
@@ -150,7 +151,7 @@ def build_plan(
         small, large = small_and_large(params) if group["flat"] else ([], params)
         fused += [FlatList(small, *form)] if small else []
         fused += [FusedList(large, *form)] if large else []
-    if group["stagger"]:
+    if group["refresh"] == "staggered":
         take_turns_(batches, group)
     loads = {ranks: list(load) for ranks, load in (before or {}).items()}
     owners = _owned(batches, places, group, sharing, loads, together, work) if places else {}
@@ -214,7 +215,6 @@ def _owned(
         keys: dict[str, list[Any]] = {
             "block": [(number[row.param], row.number) for row in rows],
             "part": [(number[row.param], row.block.part) for row in rows],
-            "parameter": [number[row.param] for row in rows],
         }
         costs = [block_cost(row.block.shape, group, work) for row in rows]
         load = loads.setdefault(ranks, [0.0] * ranks.size)
@@ -257,9 +257,9 @@ def _owners(
             load[owner] += cost
             if kept.setdefault(key, owner) != owner:
                 raise RuntimeError(
-                    "blocks of a parameter have to come together on one rank, and their state is "
-                    "on several; set graft and graft_by before the first step, or load a "
-                    "checkpoint into an optimizer that is made with them"
+                    "the blocks of a matrix must be on one rank, but their state is on several; "
+                    "set split before the first step, or load a checkpoint into an optimizer that "
+                    "is made with it"
                 )
     new = [i for i, key in enumerate(keys) if key not in kept]
     fresh = [keys[i] for i in new]

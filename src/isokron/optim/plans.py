@@ -11,6 +11,7 @@ from torch import Tensor
 from isokron.distributed import Sharing
 from isokron.optim import checkpoint
 from isokron.optim.blocks import Batch
+from isokron.optim.cadence import refresh_delay
 from isokron.optim.plan import Plan, State, build_plan
 from isokron.optim.refreshing import wait
 
@@ -48,12 +49,12 @@ class Plans:
                 torch.float32 if method.operator else None,
                 sharing,
                 self.made[i - 1].loads if i else None,
-                together(method, group),
+                together(method),
                 method.work(group),
             )
             for batch in plan.batches:
                 batch.state = full_state(method, batch, group)
-                if group["delay"]:
+                if refresh_delay(group):
                     batch.coming = operator_copy(method, batch)
             if loading:
                 checkpoint.check_keys(plan, method.state, group, who)
@@ -106,10 +107,8 @@ def operator_copy(method: "Preconditioned", batch: Batch) -> dict[str, Tensor]:
     }
 
 
-def together(method: "Preconditioned", group: Mapping[str, Any]) -> str:
+def together(method: "Preconditioned") -> str:
     """Which blocks one process must have, where several share the work."""
-    if group["graft"] and group["graft_by"] == "parameter":
-        return "parameter"
     return "part" if method.settles else "block"
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from isokron.linalg import sent, surely_all
 from isokron.linalg.threads import compute_alone
 from isokron.optim.blocks import Batch, Row
-from isokron.optim.cadence import due, landing, rows_where
+from isokron.optim.cadence import due, landing, refresh_delay, rows_where
 from isokron.optim.groups import param_name
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class Unread(NamedTuple):
 class Refresher:
     """Refreshes the rows that are due, and keeps count of those that could not be.
 
-    A refresh that may take its time (`delay`) starts from a copy of what there is when it begins,
+    A refresh on a thread (`refresh=k`) starts from a copy of what there is when it begins,
     and counts a fixed number of steps later: how fast the thread is decides whether a step has to
     wait, and no number. Whether a refresh has failed is read at the next step, together with
     whether gradients are finite, so that a step waits for a device once at most.
@@ -67,7 +67,7 @@ class Refresher:
         `present`: numbers of the rows whose state this is.
         """
         turns = batch.turns(present)
-        if group["delay"]:
+        if refresh_delay(group):
             ready = _numbers(rows_where(lambda turn: landing(turn, group), turns))
             if len(ready):
                 fresh, outcome = _end(batch, present[ready].tolist())
@@ -79,7 +79,7 @@ class Refresher:
                 continue
             index = sent(at, batch.device)
             some = state if len(at) == len(present) else {k: v[index] for k, v in state.items()}
-            if group["delay"]:
+            if refresh_delay(group):
                 self._begin(method, batch, present[at].tolist(), some, dict(group), first)
             else:
                 fresh, outcome = _refreshed(method, some, group, first)

@@ -16,24 +16,21 @@ SHARED: dict[str, Any] = {
     "stacked": 0,  # leading dimensions that count matrices, as in [experts, m, n]
     "split": None,  # parts of a fused projection: sizes, or a number of equal parts
     "split_dim": 0,  # the dimension of one matrix along which `split` cuts
-    "max_dim": None,  # longer dimensions than this are `oversize`
-    "oversize": "cut",  # into blocks; or "identity": kept whole, and left alone by the operator
+    "max_dim": None,  # longer dimensions are cut into blocks
     "weight_decay": 0.0,
     "decay": "decoupled",  # or "corrected": times lr / its peak; or "l2": into the gradient
     "momentum": 0.0,
-    "dampening": 0.0,  # of momentum that acts on the update
     "nesterov": False,
-    "beta3": None,  # the first moment's rate for the newest gradient; as for the others by default
     # whether means that start at zero are divided by 1 − βᵗ: moments, and factors of the method;
     # AdamW, which steps the rest, always does it
     "use_bias_correction": True,
     "graft": None,  # whose step length: "sgd", "adagrad", "rmsprop", "adam" or the method's own
-    "graft_by": "block",  # lengths are compared by "block" or by "parameter"
     "every": 1,  # steps between refreshes
     "start": None,  # the first refresh; then at start·2, start·4, … up to every. None: at every
     "warmup": 0,  # steps at first that each refresh; `start` and `every` count from there
-    "stagger": False,  # whether blocks take turns to refresh, so that no step stalls
-    "delay": 0,  # steps a refresh may take on a thread of its own; 0: within its step
+    # "together": all blocks refresh in the same step; "staggered": blocks take turns; a whole
+    # number n: a refresh runs on a thread and takes effect n steps later
+    "refresh": "together",
     "tolerated": 3,  # failed refreshes in a row that keep the operator as it is and do not raise
     "average": None,  # "schedule_free" or "primal" averaging of iterates
     "average_beta": 0.9,  # gradients are taken at βx + (1−β)z, x the average and z the iterate
@@ -51,10 +48,8 @@ SHARED: dict[str, Any] = {
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "route": ("auto", "method", "adamw", "spectral"),
-    "oversize": ("cut", "identity"),
     "decay": ("decoupled", "corrected", "l2"),
     "graft": (None, "sgd", "adagrad", "rmsprop", "adam"),
-    "graft_by": ("block", "parameter"),
     "average": (None, "schedule_free", "primal"),
     "nonfinite": ("raise", "skip", "ignore"),
     "mode": ("train", "eval"),
@@ -69,11 +64,8 @@ LAYOUT = (
     "split",
     "split_dim",
     "max_dim",
-    "oversize",
     "graft",
-    "graft_by",
     "every",
-    "stagger",
     "average",
     "amsgrad",
     "flat",
@@ -92,12 +84,9 @@ class AdamWShared(TypedDict, total=False):
     stacked: int
     split: tuple[int, ...] | int | None
     split_dim: int
-    oversize: Literal["cut", "identity"]
     decay: Literal["decoupled", "corrected", "l2"]
-    graft_by: Literal["block", "parameter"]
     warmup: int
-    stagger: bool
-    delay: int
+    refresh: Literal["together", "staggered"] | int
     tolerated: int
     average: Literal["schedule_free", "primal"] | None
     average_beta: float
@@ -121,6 +110,4 @@ class HeavyBall(Shared, total=False):
     """Shared settings of optimizers whose first moment is betas[0]: momentum on the update."""
 
     momentum: float
-    dampening: float
     nesterov: bool
-    beta3: float | None

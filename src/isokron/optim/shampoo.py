@@ -15,7 +15,6 @@ from isokron.optim.covariances import (
     debiased,
     known_only,
     observe_side_,
-    preconditioned_sides,
     sides_of,
     zero_covariances,
 )
@@ -112,7 +111,7 @@ class Shampoo(Preconditioned):
 
     def init_state(self, batch: Batch, group: Mapping[str, Any]) -> dict[str, Tensor]:
         roots = exponents(group, len(batch.shape))
-        sides = [i for i in preconditioned_sides(batch, group) if roots[i]]
+        sides = [i for i in range(len(batch.shape)) if roots[i]]
         state = zero_covariances(batch, sides, group["factor_dtype"])
         for i in sides:
             eyes = batch.eyes(batch.shape[i])

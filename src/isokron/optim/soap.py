@@ -13,7 +13,6 @@ from isokron.optim.blocks import Batch
 from isokron.optim.covariances import (
     known_only,
     observe_side_,
-    preconditioned_sides,
     sides_of,
     zero_covariances,
 )
@@ -22,7 +21,6 @@ from isokron.optim.groups import check_factors, check_number
 from isokron.optim.moments import (
     corrected,
     counted,
-    filtered_,
     first_moment_,
     second_moment_,
 )
@@ -88,7 +86,7 @@ class SOAP(Preconditioned):
         check_number("SOAP", "tolerance", group["tolerance"])
 
     def init_state(self, batch: Batch, group: Mapping[str, Any]) -> dict[str, Tensor]:
-        sides = preconditioned_sides(batch, group)
+        sides = range(len(batch.shape))
         return {
             "rotated": batch.zeros(),  # the first moment, in the basis
             "variance": batch.zeros(),  # of the gradient in the basis
@@ -143,10 +141,7 @@ class SOAP(Preconditioned):
         second_moment_(state["variance"], turned, beta2)
         variance = corrected(state["variance"], beta2, state, group)
         deviation, step = variance.sqrt().add_(group["eps"]), counted(state, group)
-        if group["beta3"] is not None:
-            moment = filtered_(state["rotated"], turned, beta1, group["beta3"], step)
-        else:
-            moment = first_moment_(state["rotated"], turned, beta1, False, step)
+        moment = first_moment_(state["rotated"], turned, beta1, False, step)
         return eigen.unrotate(moment / deviation)
 
 

@@ -10,10 +10,10 @@ from isokron.linalg import sent
 from isokron.optim.blocks import Batch, Observed
 from isokron.optim.cadence import rows_where, unready
 from isokron.optim.grafting import graft, graft_direction
-from isokron.optim.moments import counted, filtered_, first_moment_
+from isokron.optim.moments import counted, first_moment_
 from isokron.optim.plan import Plan
 from isokron.optim.spectral import spectral_direction
-from isokron.optim.writing import Copies, Update, graft_by_parameter_, unowned, write_back
+from isokron.optim.writing import Copies, Update, unowned, write_back
 
 if TYPE_CHECKING:
     from isokron.optim.engine import Preconditioned
@@ -29,7 +29,7 @@ def step_blocks(method: "Preconditioned", plan: Plan, group: Mapping[str, Any]) 
         observed = method.observed((_observe(method, batch, group) for batch in wave), group)
         found = (_update(method, seen, group) for seen in observed)
         updates = (update for update in found if update is not None)
-        for update in _settled(method, updates, plan, group):
+        for update in _settled(method, updates, group):
             update.finish_(group)
             waiting.append(update)
             if update.coming is None or len(waiting) > 1:
@@ -48,17 +48,14 @@ def _call(waves: Sequence[Sequence[Batch]], group: Mapping[str, Any]) -> None:
 
 
 def _settled(
-    method: "Preconditioned", updates: Iterable[Update], plan: Plan, group: Mapping[str, Any]
+    method: "Preconditioned", updates: Iterable[Update], group: Mapping[str, Any]
 ) -> Iterable[Update]:
     """Updates one by one, or all of a wave at once where they depend on each other."""
-    by_parameter = group["graft"] and group["graft_by"] == "parameter"
-    if not by_parameter and (group["graft"] or not method.settles):
+    if group["graft"] or not method.settles:
         return updates
     held = list(updates)
     own = [update for update in held if update.tiles]
-    if own and by_parameter:
-        graft_by_parameter_(own, plan.params)
-    elif own:
+    if own:
         method.settle_(own, group)
     return held
 
@@ -98,19 +95,16 @@ def _update(method: "Preconditioned", seen: Observed, group: Mapping[str, Any]) 
         if method.refreshes():
             method.refresher.run(method, batch, rows, state, group)
         direction = method.direction(grad if method.keeps_moment else moment, state, group)
-    simple = alone = None
     if group["graft"]:
         simple = graft_direction(grad, moment, state, group)
-        if group["graft_by"] == "block":
-            direction = graft(direction, simple)
+        direction = graft(direction, simple)
         if group["route"] != "spectral":
             # until its first refresh the method knows nothing: the grafted one steps alone
             early = rows_where(lambda turn: unready(turn, group), batch.turns(rows))
             if bool(early.any()):
-                alone = sent(early, grad.device)
-                where = alone.view_as(state["step"])
+                where = sent(early, grad.device).view_as(state["step"])
                 direction = torch.where(where, simple, direction)
-    return Update(batch, seen.at, seen.tiles, state, direction, simple, alone)
+    return Update(batch, seen.at, seen.tiles, state, direction)
 
 
 def _moment(
@@ -119,9 +113,6 @@ def _moment(
     """The first moment as the method or the grafted one wants it; `grad` where none is kept."""
     if "momentum" not in state:
         return grad
-    beta, beta3 = method.beta(group), group["beta3"]
-    if method.heavy_ball and beta3 is not None:
-        return filtered_(state["momentum"], grad, beta, beta3, counted(state, group))
     step = counted(state, group) if method.debias or group["graft"] else None
     ahead = group["nesterov"] and not method.heavy_ball
-    return first_moment_(state["momentum"], grad, beta, ahead, step)
+    return first_moment_(state["momentum"], grad, method.beta(group), ahead, step)

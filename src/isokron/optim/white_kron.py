@@ -146,7 +146,6 @@ class WhiteKron(Preconditioned):
         scale = "preconditioner_init_scale"
         need(group[scale] <= GROWTH_LIMIT, scale, f"at most {GROWTH_LIMIT:g}")
         need(group["max_dim"] is None, "max_dim", "None here; `block_size` cuts matrices")
-        need(group["oversize"] == "cut", "oversize", "'cut' here; see `max_size_dense`")
         still = group["damping"] == 0 or group["apply"] == "new"
         need(still, "damping", "0 with apply='old', which adds no noise")
 

@@ -1,6 +1,6 @@
 """Updates of blocks, made steps of their parameters."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,6 @@ from torch import Tensor
 
 from isokron.distributed import Arriving, local
 from isokron.optim.blocks import Batch, Row, Tile
-from isokron.optim.grafting import graft_together
 from isokron.optim.groups import decay_rate, learning_rate
 from isokron.optim.moments import heavy_ball_
 
@@ -26,8 +25,6 @@ class Update:
     tiles: list[Tile]
     state: dict[str, Tensor]
     direction: Tensor  # [B, ...]
-    simple: Tensor | None  # the grafted method's direction
-    alone: Tensor | None  # rows that it steps alone. [B]
     coming: Arriving | None = None
 
     @property
@@ -76,19 +73,7 @@ def unowned(batch: Batch) -> Update | None:
     for what in list(batch.shared.coming):
         batch.gradients([]) if what == "grad" else batch.weights([])
     nothing = torch.empty(0, *batch.shape, dtype=batch.dtype, device=batch.device)
-    return Update(batch, None, [], {}, nothing, None, None)
-
-
-def graft_by_parameter_(updates: Sequence[Update], params: Sequence[Tensor]) -> None:
-    """Lengths compared over all blocks of a parameter, in whatever batches they are."""
-    number = {param: i for i, param in enumerate(params)}
-    owners = [number[row.param] for update in updates for row in update.rows]
-    simple = [update.simple for update in updates if update.simple is not None]
-    alone = [update.alone for update in updates]
-    directions = [update.direction for update in updates]
-    grafted = graft_together(directions, simple, owners, alone)
-    for update, direction in zip(updates, grafted, strict=True):
-        update.direction = direction
+    return Update(batch, None, [], {}, nothing)
 
 
 def _step_(blocks: list[Tensor], found: list[Tensor], lr: Any, rate: Any) -> None:

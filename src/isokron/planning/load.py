@@ -26,6 +26,7 @@ from isokron.distributed.traffic import (
 )
 from isokron.optim.averaging import Averages
 from isokron.optim.blocks import Batch, Row
+from isokron.optim.cadence import refresh_delay
 from isokron.optim.engine import Preconditioned
 from isokron.optim.fused import FusedList
 from isokron.optim.groups import state_dtype
@@ -83,7 +84,7 @@ def _add_method(
         return
     work = optimizer.work(group)
     costs = np.concatenate([np.full(len(p), block_cost(p.shape, group, work)) for p in piles])
-    keys = keys_of(piles, together(optimizer, group)).tolist()
+    keys = keys_of(piles, together(optimizer)).tolist()
     owners = np.array(assign(costs.tolist(), keys, owned))
     waves = _waves(piles, optimizer, group)
     start = 0
@@ -105,7 +106,7 @@ def _waves(
     piles: Sequence[Pile], optimizer: Preconditioned, group: Mapping[str, Any]
 ) -> list[np.ndarray]:
     """The number of the wave of every block, by pile."""
-    unit = together(optimizer, group)
+    unit = together(optimizer)
     keys = [keys_of([pile], unit) for pile in piles]
     sizes = [
         row_size(pile.shape, group, optimizer.work(group))
@@ -128,7 +129,7 @@ def _row_state(
 ) -> Iterable[Tensor]:
     state = full_state(optimizer, batch, group)
     made = [v for key, v in state.items() if key.split(".")[0] in optimizer.operator]
-    return [*state.values(), *(made if group["delay"] else ())]
+    return [*state.values(), *(made if refresh_delay(group) else ())]
 
 
 def _sent(

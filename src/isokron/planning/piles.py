@@ -74,8 +74,7 @@ def keys_of(piles: Sequence[Pile], together: str) -> np.ndarray:
     """A number a block, the same for those that one rank must own, all piles' in a row."""
     if together == "block":
         return np.arange(sum(map(len, piles)))
-    layers = np.concatenate([pile.layers() for pile in piles])
-    return layers if together == "part" else layers >> 32
+    return np.concatenate([pile.layers() for pile in piles])
 
 
 def make_piles(
