@@ -1,4 +1,4 @@
-"""How a parameter of any shape is cut into blocks, in plain numbers: for torch and JAX alike."""
+"""How a parameter of any shape is cut into blocks, in plain numbers, for torch and JAX."""
 
 import itertools
 from collections.abc import Sequence
@@ -83,7 +83,6 @@ def cut_blocks(
     shape: Sequence[int],
     *,
     max_dim: int | None = None,
-    oversize: str = "cut",
     order: int | None = None,
     stacked: int = 0,
     split: Sequence[int] | int | None = None,
@@ -91,19 +90,22 @@ def cut_blocks(
 ) -> list[Block]:
     """All blocks of a parameter of this shape.
 
-    `oversize`: whether dimensions above `max_dim` are "cut" or, by "identity", stay whole.
-    `stacked`: so many leading dimensions count matrices ([experts, m, n] has stacked=1).
-    `split`: sizes (or a number of equal parts) of a fused projection along `split_dim` of one
-    matrix, so that query, key and value are blocks of their own.
+    Args:
+        shape: of the parameter.
+        max_dim: longer dimensions are cut into blocks of this size.
+        order: as in merge_dims.
+        stacked: how many leading dimensions count matrices ([experts, m, n] has stacked=1).
+        split: sizes (or a number of equal parts) of a fused projection along `split_dim` of one
+            matrix, so that query, key and value are blocks of their own.
+        split_dim: the dimension of one matrix along which `split` cuts.
     """
     inner = tuple(shape[stacked:])
     parts = cut_parts(inner, max_dim=max_dim, order=order, split=split, split_dim=split_dim)
-    longest = max_dim if oversize == "cut" else None
     numbers = itertools.count()
     blocks = []
     for lead in itertools.product(*map(range, shape[:stacked])):
         for part in parts:
-            cuts = itertools.product(*(_pieces(size, longest) for size in part.merged))
+            cuts = itertools.product(*(_pieces(size, max_dim) for size in part.merged))
             number = next(numbers)
             blocks += [Block(number, (*lead, *part.narrow), part.merged, cut) for cut in cuts]
     return blocks
@@ -133,10 +135,15 @@ def cut_parts(
     return parts
 
 
-def cut_grids(merged: Sequence[int], longest: int | None) -> list[Grid]:
-    """All blocks of a part as few grids of equal blocks: one, but for what is left at the ends."""
+def cut_grids(merged: Sequence[int], lengths: Sequence[int | None]) -> list[Grid]:
+    """All blocks of a part as grids of equal blocks; `lengths`: the block size of each dimension.
+
+    Along each dimension the full blocks come first, then the remainder; the last dimension varies
+    fastest.
+    """
     grids = []
-    for runs in itertools.product(*(_runs(size, longest) for size in merged)):
+    sides = zip(merged, lengths, strict=True)
+    for runs in itertools.product(*(_runs(size, length) for size, length in sides)):
         start, counts, shape = zip(*runs, strict=True) if runs else ((), (), ())
         grids.append(Grid(start, counts, shape))
     return grids
@@ -169,9 +176,9 @@ def _pieces(size: int, max_dim: int | None) -> list[slice]:
     return [slice(start, min(start + max_dim, size)) for start in range(0, size, max_dim)]
 
 
-def _runs(size: int, longest: int | None) -> list[tuple[int, int, int]]:
-    """(start, how many, their size) of the whole pieces, and of what is left."""
-    if longest is None or size <= longest:
+def _runs(size: int, length: int | None) -> list[tuple[int, int, int]]:
+    """(start, how many, their size) of the full blocks, and of the remainder."""
+    if length is None or size <= length:
         return [(0, 1, size)]
-    whole, rest = divmod(size, longest)
-    return [(0, whole, longest), *([(whole * longest, 1, rest)] if rest else [])]
+    full, remainder = divmod(size, length)
+    return [(0, full, length), *([(full * length, 1, remainder)] if remainder else [])]

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 Shape = tuple[int, ...]
 
@@ -16,47 +16,6 @@ SQUARE_LIMIT = 1e15  # of |PG| where it is squared, so that float32 holds the su
 POWER_STEPS = 6
 PROBES = 4
 GOLDEN = 1640531527  # ⌊2³²/φ²⌋, φ the golden ratio
-
-
-class Piece(NamedTuple):
-    """A grid of equal blocks in every layer of a leaf, and the rows of its bucket they take."""
-
-    leaf: int
-    bucket: str
-    first: int  # its first row in the bucket
-    start: Shape  # of the grid in the leaf's matrix
-    grid: Shape  # blocks along each dimension
-    shape: Shape  # of one block
-    layers: int
-
-    @property
-    def blocks(self) -> int:
-        return self.layers * math.prod(self.grid)
-
-
-class Leaf(NamedTuple):
-    """A parameter as `layers` vectors or matrices of one shape, cut into bands of pieces."""
-
-    layers: int
-    shape: Shape
-    bands: tuple[tuple[Piece, ...], ...]
-
-
-class Bucket(NamedTuple):
-    """All blocks of one true shape and one choice of dense sides: one batch."""
-
-    shape: Shape
-    dense: tuple[bool, ...]
-    pieces: tuple[Piece, ...]
-
-    @property
-    def blocks(self) -> int:
-        return sum(piece.blocks for piece in self.pieces)
-
-
-class Plan(NamedTuple):
-    leaves: tuple[Leaf, ...]
-    buckets: dict[str, Bucket]
 
 
 def matrix_shape(shape: Sequence[int]) -> Shape:
@@ -81,48 +40,6 @@ def spans(size: int, block: int) -> list[tuple[int, int, int]]:
     full, rest = divmod(size, block)
     found = [(0, block, full), (full * block, rest, 1)]
     return [(start, width, many) for start, width, many in found if width * many]
-
-
-def plan(
-    shapes: Sequence[Shape], scanned: Sequence[bool], block_size: int, max_size_dense: int
-) -> Plan:
-    """Where every block of every leaf goes. A scanned leaf is a stack of layers on its first axis.
-
-    Blocks keep their true shapes: a batch is padded to nothing but its own number of blocks.
-    """
-    leaves = []
-    pieces: dict[str, list[Piece]] = {}
-    kinds: dict[str, tuple[Shape, tuple[bool, ...]]] = {}
-    for index, (whole, stacked) in enumerate(zip(shapes, scanned, strict=True)):
-        layers, inner = (whole[0], whole[1:]) if stacked else (1, whole)
-        matrix = matrix_shape(inner)
-        dense = dense_sides(matrix, max_size_dense)
-        sides = [
-            spans(size, block_size if full else max(size, 1))
-            for size, full in zip(matrix, dense, strict=True)
-        ]
-        bands = []
-        for row in sides[0] if layers else []:
-            band = []
-            for cell in [(row, column) for column in sides[1]] if len(sides) == 2 else [(row,)]:
-                start, shape, grid = (tuple(each) for each in zip(*cell, strict=True))
-                name = bucket_name(shape, dense)
-                kinds[name] = (shape, dense)
-                rows = pieces.setdefault(name, [])
-                first = sum(piece.blocks for piece in rows)
-                rows.append(Piece(index, name, first, start, grid, shape, layers))
-                band.append(rows[-1])
-            if band:
-                bands.append(tuple(band))
-        leaves.append(Leaf(layers, matrix, tuple(bands)))
-    # sorted, as JAX sorts the keys of a dict, so that the order of blocks is that of the state
-    buckets = {name: Bucket(*kinds[name], tuple(pieces[name])) for name in sorted(pieces)}
-    return Plan(tuple(leaves), buckets)
-
-
-def bucket_name(shape: Shape, dense: tuple[bool, ...]) -> str:
-    """ "256x64"; a diagonal side has a d: "40000dx64", "768d"."""
-    return "x".join(f"{n}{'' if full else 'd'}" for n, full in zip(shape, dense, strict=True))
 
 
 def factor_rate(

@@ -23,7 +23,7 @@ CANARY = "what follows is moved badly"
 SHAPES = {"w": (48, 32), "stack": (3, 16, 16), "bias": (24,)}
 SPECS = {"w": P("x", None), "stack": P(None, "y", "x"), "bias": P("x")}
 FLAGS = {"w": False, "stack": True, "bias": False}
-COMMON = {"block_size": 16, "scanned_layers": FLAGS}
+COMMON = {"block_size": 16, "stacked": FLAGS}
 # method, axis types, how the mesh is set, axis of the blocks, whether specs are given
 SCENARIOS = {
     "auto": ("quad", "Auto", "set_mesh", "x", False),
@@ -86,7 +86,7 @@ def scenario(name: str, alone: dict[str, Any]) -> dict[str, Any]:
         after, state, compiled = walk(optimizer, params, grads, state)
     pairs = zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True)
     error = max(float(np.max(np.abs(after[leaf] - alone[method][leaf]))) for leaf in SHAPES)
-    blocks = state[0].factors["16x16"][0].factor
+    blocks = state[0].blocks["16x16"]["factor.0"]
     return {
         "error": error,
         "same structure": jax.tree.structure(eager) == jax.tree.structure(found),

@@ -10,35 +10,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from isokron.jax.factors import QUAD, SKEW, Gram, balance, procrustes
-from isokron.jax.norm_bound import norm_bound
-from isokron.jax.transform import scale_by_white_kron
+import isokron.jax
+from isokron.jax import quad_skew
+from isokron.jax.linalg import norm_bound
+from isokron.jax.quad_skew import (
+    Gram,
+    balance,
+    procrustes,
+    quad_dense,
+    quad_diagonal,
+    skew_dense,
+    skew_diagonal,
+)
 from isokron.white_kron import matrix_shape
 from white_kron_naive import Naive
 
 ROOT = Path(__file__).parents[2]
 DATA = Path(os.environ.get("ISOKRON_SHARED", ROOT.parent / "shared")) / "data" / "white_kron"
-METHODS = {"quad": QUAD, "skew": SKEW}
-SETTINGS = {
-    "lr_style": "adam",
-    "b1": 0.95,
-    "normalize_grads": False,
-    "max_size_dense": 32,
-    "preconditioner_lr": 0.7,
-    "preconditioner_init_scale": 1.0,
-    "dtype": None,
-    "scanned_layers": None,
-    "block_size": 16,
-    "pipeline_axis_name": None,
-    "pipeline_axis_size": None,
-    "params_partition_specs": None,
-    "noise_scale": 0.0,
-    "damping": 0.0,
-    "every": 1,
-    "warmup": 0,
-    "apply": "new",
-    "key": None,
-}
+SETTINGS = {"max_size_dense": 32, "block_size": 16, "noise_scale": 0.0}
 needs_data = pytest.mark.skipif(
     not DATA.is_dir(),
     reason=f"no reference trajectories in {DATA}; set ISOKRON_SHARED to the folder that has data/",
@@ -47,8 +36,17 @@ needs_data = pytest.mark.skipif(
 
 def probes(size: int) -> np.ndarray:
     """Those of the trajectories, whose energy of a row is a mean over the padded width of 16."""
+    return cosines(size) * np.sqrt(size / 16)
+
+
+def cosines(size: int) -> np.ndarray:
     i, j = np.ogrid[:4, :size]
-    return np.sqrt(2) * np.cos(1 + 1.7 * i + 0.9 * j) * np.sqrt(size / 16)
+    return np.sqrt(2) * np.cos(1 + 1.7 * i + 0.9 * j)
+
+
+def published_bound(matrix: jax.Array, scale: jax.Array, *_: jax.Array) -> jax.Array:
+    fixed = jnp.asarray(cosines(matrix.shape[-1]), matrix.dtype)
+    return norm_bound(matrix, scale, fixed, jnp.full_like(scale, 16))
 
 
 @pytest.fixture(scope="module", params=["quad", "skew"])
@@ -60,10 +58,10 @@ def runs(request: pytest.FixtureRequest) -> dict[str, object]:
     grads, recorded = np.load(DATA / "grads.npz"), np.load(DATA / f"trajectory_{kind}.npz")
     sensitivity = json.loads((DATA / f"sensitivity_{kind}.json").read_text())
     leaves = sorted({name.split("/")[2] for name in recorded.files})
-    settings = SETTINGS | {"scanned_layers": {leaf: "_scan_" in leaf for leaf in leaves}}
-    transform = scale_by_white_kron(
-        METHODS[kind], probes=lambda n: jnp.asarray(probes(n), jnp.float32), **settings
-    )
+    stacked = {leaf: int("_scan_" in leaf) for leaf in leaves}
+    transform = getattr(isokron.jax, f"scale_by_{kind}")(stacked=stacked, **SETTINGS)
+    patch = pytest.MonkeyPatch()
+    patch.setattr(quad_skew, "norm_bound", published_bound)
     params = {leaf: grads[f"p0/{leaf}"] for leaf in leaves}
     state, update = jax.jit(transform.init)(params), jax.jit(transform.update)
     naive = {
@@ -84,6 +82,7 @@ def runs(request: pytest.FixtureRequest) -> dict[str, object]:
         plain[t] = {leaf: naive[leaf].direction(step[leaf]) for leaf in leaves}
         joint[t] = {leaf: each.direction(step[leaf]) for leaf, each in together.items()}
         walked[t] = params
+    patch.undo()
     return {
         "leaves": leaves,
         "recorded": recorded,
@@ -131,31 +130,36 @@ def test_every_step_is_that_of_the_naive_version(runs: dict) -> None:
 
 
 def single_functions(get: Callable[[str], jax.Array]) -> dict[str, jax.Array]:
-    """What each has made of its recorded arguments, by the name of what is recorded for it."""
+    """What each function makes of its recorded arguments, by the name of the recorded result."""
+
+    def bound_with(normals: str) -> Callable[[jax.Array, jax.Array], jax.Array]:
+        return lambda matrix, scale: norm_bound(
+            matrix, scale, get(normals), jnp.full_like(scale, matrix.shape[-1])
+        )
 
     def bounded(name: str, normals: str) -> jax.Array:
         matrix = get(name)[None]
-        return norm_bound(matrix, jnp.max(jnp.abs(matrix), axis=(1, 2)), get(normals))
+        return bound_with(normals)(matrix, jnp.max(jnp.abs(matrix), axis=(1, 2)))
 
-    made = {
+    results = {
         "nlb/*/out": bounded("nlb/*/A", "nlb/*/normals"),
         "nlb_skh/*/out": bounded("nlb_skh/*/A", "nlb/*/normals"),
-        "proc/*/out": procrustes(get("proc/*/Q")[None], get("proc/*/normals")),
+        "proc/*/out": procrustes(get("proc/*/Q")[None], bound_with("proc/*/normals")),
     }
-    for kind, first, last in (("quad", "", ""), ("skew", "1", "2")):
+    steps = {"quad": (quad_dense, quad_diagonal, "", ""), "skew": (skew_dense, skew_diagonal, 1, 2)}
+    for kind, (dense_step, diagonal_step, first, last) in steps.items():
         target = get(f"dense_{kind}/*/term2")[None]
         scale = bounded(f"dense_{kind}/*/term1", f"dense_{kind}/*/normals{first}") + target
-        made[f"dense_{kind}/*/Lout"] = scale
+        results[f"dense_{kind}/*/Lout"] = scale
         gram = Gram(get(f"dense_{kind}/*/term1")[None], None)
-        factor, last_probes = get(f"dense_{kind}/*/Q")[None], get(f"dense_{kind}/*/normals{last}")
-        moved = METHODS[kind].dense(factor, gram, target, 0.7 / scale, last_probes)
-        made[f"dense_{kind}/*/Qout"] = moved
+        factor, bound = get(f"dense_{kind}/*/Q")[None], bound_with(f"dense_{kind}/*/normals{last}")
+        results[f"dense_{kind}/*/Qout"] = dense_step(factor, gram, target, 0.7 / scale, bound)
         diagonal, one = get(f"diag_{kind}/*/term1")[None], jnp.ones(1)
         scale = jnp.max(diagonal, axis=1) + one
-        made[f"diag_{kind}/*/Lout"] = scale
+        results[f"diag_{kind}/*/Lout"] = scale
         factor = get(f"diag_{kind}/*/Q")[None]
-        made[f"diag_{kind}/*/Qout"] = METHODS[kind].diagonal(factor, diagonal, one, 0.7 / scale)
-    return made
+        results[f"diag_{kind}/*/Qout"] = diagonal_step(factor, diagonal, one, 0.7 / scale)
+    return results
 
 
 @needs_data
@@ -163,10 +167,10 @@ def single_functions(get: Callable[[str], jax.Array]) -> dict[str, jax.Array]:
 def test_single_functions_are_those_recorded(n: int) -> None:
     data = np.load(DATA / "functions.npz")
     given = {name.replace(f"/{n}/", "/*/"): data[name] for name in data.files if f"/{n}/" in name}
-    made = jax.jit(lambda given: single_functions(given.__getitem__))(given)
-    assert len(made) == 11
-    for name, found in made.items():
-        np.testing.assert_allclose(found[0], given[name], rtol=3e-6, atol=3e-6, err_msg=name)
+    results = jax.jit(lambda given: single_functions(given.__getitem__))(given)
+    assert len(results) == 11
+    for name, result in results.items():
+        np.testing.assert_allclose(result[0], given[name], rtol=3e-6, atol=3e-6, err_msg=name)
 
 
 @needs_data
@@ -176,6 +180,6 @@ def test_merging_and_balancing_are_those_recorded() -> None:
         if name.startswith("merge/"):
             shape = tuple(map(int, filter(None, name[6:].split("x"))))
             assert matrix_shape(shape) == (tuple(data[name]) or (1,)), shape
-    left, right = jax.jit(balance)(data["balance/Ql"], data["balance/Qr"])
-    np.testing.assert_allclose(data["balance/Ql"] * left[:, None, None], data["balance/Qlo"], 1e-6)
-    np.testing.assert_allclose(data["balance/Qr"] * right[:, None], data["balance/Qro"], 1e-6)
+    scale = jax.jit(balance)(data["balance/Ql"], data["balance/Qr"])
+    np.testing.assert_allclose(data["balance/Ql"] * scale[:, None, None], data["balance/Qlo"], 1e-6)
+    np.testing.assert_allclose(data["balance/Qr"] / scale[:, None], data["balance/Qro"], 1e-6)

@@ -4,19 +4,16 @@ Needs `pip install isokron[jax]`, and no torch.
 """
 
 from isokron.jax.katie import katie, scale_by_katie
+from isokron.jax.linalg import newton_schulz
 from isokron.jax.muon import muon, scale_by_muon
-from isokron.jax.polar import newton_schulz
-from isokron.jax.preconditioned import PreconditionedState
-from isokron.jax.quad import quad, scale_by_quad
+from isokron.jax.quad_skew import quad, scale_by_quad, scale_by_skew, skew
 from isokron.jax.shampoo import scale_by_shampoo, shampoo
-from isokron.jax.skew import scale_by_skew, skew
+from isokron.jax.sharding import get_opt_state_partition_specs
 from isokron.jax.soap import scale_by_soap, soap
-from isokron.jax.specs import get_opt_state_partition_specs
-from isokron.jax.transform import WhiteKronState
+from isokron.jax.transform import PreconditionedState
 
 __all__ = [
     "PreconditionedState",
-    "WhiteKronState",
     "get_opt_state_partition_specs",
     "katie",
     "muon",

@@ -1,33 +1,39 @@
 """Katie: diagonal variances times Kronecker correlations."""
 
-from collections.abc import Mapping
 from math import prod
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from isokron.exponents import Exponent, exponents
-from isokron.jax.checks import check_choice
-from isokron.jax.descent import descend
-from isokron.jax.grafting import graft as grafted
-from isokron.jax.moments import bias, mixed
-from isokron.jax.preconditioned import Method, scale_by_preconditioned
-from isokron.jax.roots import inverse_root
-from isokron.jax.settings import Static, check_above_zero, check_factors, settled
-from isokron.jax.sides import (
-    State,
-    debiased,
-    eyes,
-    multiply,
-    observed,
-    preconditioned_sides,
+from isokron.jax.blocks import BlockBatch, Settings
+from isokron.jax.linalg import eyes, inverse_root, multiply
+from isokron.jax.moments import debiased, mixed
+from isokron.jax.moments import graft as grafted
+from isokron.jax.settings import (
+    FactorSettings,
+    Static,
+    check_above_zero,
+    check_choice,
+    check_factor_beta,
+    settle,
+)
+from isokron.jax.shampoo import (
+    debiased_side,
+    observe_side,
     sides_of,
+    where_observed,
     zero_covariances,
 )
-
-Group = Mapping[str, Any]
+from isokron.jax.transform import (
+    Gradients,
+    Method,
+    State,
+    scale_by_preconditioned,
+    with_learning_rate,
+)
 
 
 def scale_by_katie(
@@ -38,118 +44,92 @@ def scale_by_katie(
     exponent: Exponent | Static = Static(2),
     form: str = "sequential",
     statistic: str = "correlation",
-    factor_dtype: Any = None,
     graft: str | None = None,
-    graft_by: str = "block",
     every: int = 10,
     start: int | None = 2,
     max_dim: int | Static | None = Static(256),
-    oversize: str = "cut",
-    vectors: bool = False,
-    stacked: Any = Static(0),
-    split: tuple[int, ...] | int | None = None,
-    split_dim: int | Static = Static(0),
-    momentum: float | Static = Static(0.0),
-    dampening: float = 0.0,
-    nesterov: bool = False,
-    beta3: float | None = None,
-    eps: float = 1e-8,
+    **shared: Unpack[FactorSettings],
 ) -> optax.GradientTransformationExtraArgs:
     """Δ = (M̂ ⊘ S) ×_i (K̂_i + λI)^(−1/p), scaled to the norm of M̂ ⊘ S; S = √V̂ + ε.
 
-    The arguments are those of isokron.Katie; see docs/jax.md. `stacked` may be a tree of numbers.
+    Args:
+        betas: rates of the first moment M and of the variances V.
+        factor_beta: rate of the correlations K_i of G ⊘ S along dimension i.
+        damping: λ; it has no unit, because the mean eigenvalue of K_i is about one.
+        exponent: p; a number, or {order of a block: number or one a dimension}; 0 leaves a
+            dimension alone, None is twice the order.
+        form: "sequential", or "symmetric", which divides by √S before and after.
+        statistic: "correlation", or "raw": factors of G itself, to compare with.
+        graft: whose step length to take: None, "sgd", "adagrad", "rmsprop" or "adam".
+        every: steps from one refresh to the next.
+        start: the first refresh, followed by one at each doubling below `every`.
+        max_dim: longer dimensions are cut into blocks of this size.
+        **shared: see FactorSettings.
     """
-    group = settled("Katie", locals())
-    check_choice("form", group["form"], ("sequential", "symmetric"))
-    check_choice("statistic", group["statistic"], ("correlation", "raw"))
-    check_factors(group)
-    check_above_zero("damping", group["damping"])
+    settings = settle("Katie", locals(), FactorSettings)
+    check_choice("form", settings["form"], ("sequential", "symmetric"))
+    check_choice("statistic", settings["statistic"], ("correlation", "raw"))
+    check_factor_beta(settings)
+    check_above_zero("damping", settings["damping"])
     for order in range(1, 5):
-        exponents(group, order)
-    return scale_by_preconditioned(KATIE, group)
+        exponents(settings, order)
+    return scale_by_preconditioned(KATIE, settings)
 
 
-def katie(
-    learning_rate: optax.ScalarOrSchedule = 1e-2,
-    *,
-    betas: tuple[float, float] = (0.9, 0.95),
-    factor_beta: float = 0.95,
-    damping: float = 1e-2,
-    exponent: Exponent | Static = Static(2),
-    form: str = "sequential",
-    statistic: str = "correlation",
-    factor_dtype: Any = None,
-    graft: str | None = None,
-    graft_by: str = "block",
-    weight_decay: float = 0.1,
-    weight_decay_mask: Any = None,
-    every: int = 10,
-    start: int | None = 2,
-    max_dim: int | Static | None = Static(256),
-    oversize: str = "cut",
-    vectors: bool = False,
-    stacked: Any = Static(0),
-    split: tuple[int, ...] | int | None = None,
-    split_dim: int | Static = Static(0),
-    momentum: float | Static = Static(0.0),
-    dampening: float = 0.0,
-    nesterov: bool = False,
-    beta3: float | None = None,
-    eps: float = 1e-8,
-) -> optax.GradientTransformationExtraArgs:
-    """scale_by_katie, then decayed weights, then the learning rate.
-
-    `weight_decay_mask`: a tree of flags, or a function of the parameters: which of them decay.
-    """
-    return descend(scale_by_katie, locals())
+katie = with_learning_rate(scale_by_katie)
 
 
-def _init(rows: int, shape: tuple[int, ...], dtype: Any, group: Group) -> State:
-    powers = exponents(group, len(shape))
-    sides = [i for i in preconditioned_sides(shape, group) if powers[i]]
+def _init(batch: BlockBatch, dtype: Any, settings: Settings) -> State:
+    powers = exponents(settings, len(batch.shape))
+    sides = [i for i, power in enumerate(powers) if power]
     return {
-        "variance": jnp.zeros((rows, *shape), dtype),
-        **zero_covariances(rows, shape, sides, dtype, group),
-        **{f"root.{i}": eyes(rows, shape[i], dtype) for i in sides},
+        "variance": jnp.zeros((batch.rows, *batch.shape), dtype),
+        **zero_covariances(batch, sides, dtype, settings),
+        **{f"root.{i}": eyes(batch.rows, batch.shape[i], dtype) for i in sides},
     }
 
 
-def _observe(grad: jax.Array, state: State, step: jax.Array, group: Group) -> State:
-    variance = mixed(state["variance"], grad * grad, group["betas"][1])
-    correlated = group["statistic"] == "correlation"
-    seen = grad / _deviation(variance, step, group) if correlated else grad
-    covs = {}
+def _observe(shown: Gradients, state: State, count: jax.Array, settings: Settings) -> State:
+    grad = shown.grad
+    variance = mixed(state["variance"], grad * grad, settings["betas"][1])
+    covariances = {}
+    if settings["statistic"] == "correlation":
+        grad = grad / _deviation(variance, shown.step, settings)
     for i in sides_of(state):
         scale = grad.shape[i + 1] / prod(grad.shape[1:])
-        covs[f"cov.{i}"] = observed(state[f"cov.{i}"], seen, i, group["factor_beta"], scale)
-    return {"variance": variance, **covs}
+        covariances[f"cov.{i}"] = observe_side(
+            state[f"cov.{i}"], grad, i, settings["factor_beta"], scale
+        )
+    return {"variance": variance, **covariances}
 
 
-def _refresh(state: State, order: int, step: jax.Array, group: Group) -> State:
-    powers, fresh = exponents(group, order), {}
+def _refresh(shown: Gradients, state: State, count: jax.Array, settings: Settings) -> State:
+    powers, roots = exponents(settings, shown.grad.ndim - 1), {}
     for i in sides_of(state):
-        cov = debiased(state, i, group["factor_beta"], step)
-        fresh[f"root.{i}"] = inverse_root(cov, powers[i], group["damping"])
-    return fresh
+        cov = debiased_side(state, i, settings["factor_beta"], shown.step)
+        roots[f"root.{i}"] = inverse_root(cov, powers[i], settings["damping"])
+    return where_observed(roots, state)
 
 
 def _direction(
-    moment: jax.Array, state: State, step: jax.Array, group: Group
+    shown: Gradients, state: State, count: jax.Array, settings: Settings
 ) -> tuple[jax.Array, State]:
-    deviation = _deviation(state["variance"], step, group)
-    adam = moment / deviation
-    scale = jax.lax.rsqrt(deviation) if group["form"] == "symmetric" else None
-    white = adam if scale is None else scale * moment
+    deviation = _deviation(state["variance"], shown.step, settings)
+    adam = shown.moment / deviation
+    scale = jax.lax.rsqrt(deviation) if settings["form"] == "symmetric" else None
+    white = adam if scale is None else scale * shown.moment
     for i in sides_of(state):
         white = multiply(white, state[f"root.{i}"], i)
     return grafted(white if scale is None else scale * white, adam), {}
 
 
-def _deviation(variance: jax.Array, step: jax.Array, group: Group) -> jax.Array:
+def _deviation(variance: jax.Array, step: jax.Array, settings: Settings) -> jax.Array:
     """S = √V̂ + ε. [B, ...]"""
     # without ε, an entry that has never had a gradient would be 0/0
-    tiny = jnp.finfo(variance.dtype).tiny
-    return jnp.sqrt(variance / bias(group["betas"][1], step)) + jnp.maximum(group["eps"], tiny)
+    least = jnp.maximum(settings["eps"], jnp.finfo(variance.dtype).tiny)
+    return jnp.sqrt(debiased(variance, settings["betas"][1], step)) + least
 
 
-KATIE = Method(_init, _observe, _refresh, _direction, operator=("root",))
+KATIE = Method(
+    init=_init, direction=_direction, observe=_observe, refresh=_refresh, operator=("root",)
+)

@@ -1,21 +1,23 @@
-"""Muon: momentum, orthogonalised (K. Jordan et al., 2024; scale of 2502.16982)."""
+"""Muon: the momentum, orthogonalized (K. Jordan et al., 2024; scale of 2502.16982)."""
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from functools import partial
+from typing import Any, Unpack
 
 import jax
 import optax
 
-from isokron.jax.checks import check_choice
-from isokron.jax.descent import descend
-from isokron.jax.polar import newton_schulz
-from isokron.jax.preconditioned import Method, scale_by_preconditioned
-from isokron.jax.settings import Static, check_floating, settled
-from isokron.jax.sides import State
+from isokron.jax.blocks import Settings, matrix_splits
+from isokron.jax.linalg import newton_schulz
+from isokron.jax.settings import LayoutSettings, Static, check_choice, check_floating, settle
+from isokron.jax.transform import (
+    Gradients,
+    Method,
+    State,
+    scale_by_preconditioned,
+    with_learning_rate,
+)
 from isokron.polynomials import Choice, schedule
-
-Group = Mapping[str, Any]
 
 
 def scale_by_muon(
@@ -27,66 +29,51 @@ def scale_by_muon(
     coefficients: Choice | None = "classic",
     dtype: Any = None,
     graft: str | None = None,
-    graft_by: str = "block",
     betas: tuple[float, float] = (0.9, 0.99),
-    stacked: Any = Static(0),
-    split: tuple[int, ...] | int | None = None,
-    split_dim: int | Static = Static(0),
     eps: float = 1e-8,
+    **shared: Unpack[LayoutSettings],
 ) -> optax.GradientTransformationExtraArgs:
     """scale · polar(M): steepest descent in the spectral norm.
 
-    The arguments are those of isokron.Muon; see docs/jax.md. `stacked` may be a tree of numbers.
+    Args:
+        momentum: rate of the first moment M.
+        nesterov: whether M looks one step ahead.
+        scale: "match_rms_adamw" is 0.2√max(m, n), after which learning rates of AdamW fit;
+            "original" is √max(1, m/n).
+        steps: Newton–Schulz iterations.
+        coefficients: of their polynomials, see newton_schulz.
+        dtype: of the iteration, see newton_schulz.
+        graft: whose step length to take: None, "sgd", "adagrad", "rmsprop" or "adam".
+        betas: of Adam, which steps all leaves that are not matrices; the second also of grafting.
+        eps: ε of Adam.
+        **shared: see LayoutSettings.
     """
-    group = settled("Muon", locals())
-    check_choice("scale", group["scale"], ("match_rms_adamw", "original"))
-    check_floating("dtype", group["dtype"])
-    schedule(group["coefficients"], group["steps"])
-    return scale_by_preconditioned(MUON, group)
+    settings = settle("Muon", locals(), LayoutSettings)
+    check_choice("scale", settings["scale"], ("match_rms_adamw", "original"))
+    check_floating("dtype", settings["dtype"])
+    schedule(settings["coefficients"], settings["steps"])
+    return scale_by_preconditioned(MUON, settings)
 
 
-def muon(
-    learning_rate: optax.ScalarOrSchedule = 1e-2,
-    *,
-    momentum: float = 0.95,
-    nesterov: bool = True,
-    weight_decay: float = 0.1,
-    weight_decay_mask: Any = None,
-    scale: str = "match_rms_adamw",
-    steps: int | Static = Static(5),
-    coefficients: Choice | None = "classic",
-    dtype: Any = None,
-    graft: str | None = None,
-    graft_by: str = "block",
-    betas: tuple[float, float] = (0.9, 0.99),
-    stacked: Any = Static(0),
-    split: tuple[int, ...] | int | None = None,
-    split_dim: int | Static = Static(0),
-    eps: float = 1e-8,
-) -> optax.GradientTransformationExtraArgs:
-    """scale_by_muon, then decayed weights, then the learning rate.
-
-    `weight_decay_mask`: a tree of flags, or a function of the parameters: which of them decay.
-    """
-    return descend(scale_by_muon, locals())
+muon = with_learning_rate(scale_by_muon)
 
 
 def _direction(
-    moment: jax.Array, state: State, step: jax.Array, group: Group
+    shown: Gradients, state: State, count: jax.Array, settings: Settings
 ) -> tuple[jax.Array, State]:
-    rows, cols = moment.shape[-2:]
-    original = group["scale"] == "original"
-    factor = math.sqrt(max(1, rows / cols)) if original else 0.2 * math.sqrt(max(rows, cols))
-    polar = newton_schulz(moment, group["steps"], group["coefficients"], group["dtype"])
-    return polar * factor, {}
+    rows, columns = shown.moment.shape[-2:]
+    original = settings["scale"] == "original"
+    scale = math.sqrt(max(1, rows / columns)) if original else 0.2 * math.sqrt(max(rows, columns))
+    polar = newton_schulz(
+        shown.moment, settings["steps"], settings["coefficients"], settings["dtype"]
+    )
+    return polar * scale, {}
 
 
 MUON = Method(
-    lambda rows, shape, dtype, group: {},
-    lambda grad, state, step, group: {},
-    lambda state, order, step, group: {},
-    _direction,
-    order=2,
+    init=lambda batch, dtype, settings: {},
+    direction=_direction,
+    splits=partial(matrix_splits, order=2),
     heavy_ball=False,
     debias=False,  # the polar factor does not depend on the moment's scale
     squares=False,

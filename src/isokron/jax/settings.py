@@ -1,17 +1,54 @@
-"""What SOAP, Shampoo, Katie and Muon have in common to be set, and what makes it wrong."""
+"""The settings of all optimizers: defaults, validation, and values given as trees."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
-
-from isokron.jax.checks import check_choice, check_number
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 GRAFTS = (None, "sgd", "adagrad", "rmsprop", "adam")
-LEAST = {"max_dim": 1, "every": 1, "start": 1, "split_dim": 0, "steps": 0}
-TRACED = ("every", "start")  # numbers that no shape depends on
+# the least value of settings that are integers, and which of them may be None or traced
+LEAST = {
+    "max_dim": 1,
+    "block_size": 1,
+    "max_size_dense": 1,
+    "pipeline_axis_size": 1,
+    "every": 1,
+    "start": 1,
+    "warmup": 0,
+    "split_dim": 0,
+    "steps": 0,
+}
+OPTIONAL = ("max_dim", "pipeline_axis_size", "start")
+TRACED = ("every", "start", "warmup")
+
+# What an optimizer does not set itself.
+DEFAULTS: dict[str, Any] = {
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "momentum": 0.0,
+    "nesterov": False,
+    "graft": None,
+    "factor_dtype": None,
+    "state_dtype": None,
+    "tolerance": 0.0,
+    "every": 1,
+    "start": None,
+    "warmup": 0,
+    "max_dim": None,
+    "vectors": False,
+    "stacked": 0,
+    "split": None,
+    "split_dim": 0,
+    "max_size_dense": 16384,
+    "preconditioner_lr_floor": 0.4,
+    "pipeline_axis_name": None,
+    "pipeline_axis_size": None,
+    "params_partition_specs": None,
+}
 
 
 @dataclass(frozen=True)
@@ -24,54 +61,110 @@ class Static:
         return repr(self.value)
 
 
-# An optimizer's own arguments override these.
-SHARED: dict[str, Any] = {
-    "max_dim": None,
-    "oversize": "cut",
-    "vectors": False,
-    "momentum": 0.0,
-    "dampening": 0.0,
-    "nesterov": False,
-    "beta3": None,
-    "graft_by": "block",
-    "every": 1,
-    "start": None,
-}
+class LayoutSettings(TypedDict, total=False):
+    """Settings of every optimizer that say what a leaf consists of."""
+
+    stacked: Any  # leading dimensions that count matrices: a number, or a tree of numbers
+    split: tuple[int, ...] | int | None  # parts of a fused projection: sizes, or how many
+    split_dim: int  # the dimension of one matrix along which `split` cuts
 
 
-def settled(optimizer: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings an optimizer was made with, as plain values, checked."""
-    group = {
+class FactorSettings(LayoutSettings, total=False):
+    """Further settings of Shampoo, SOAP and Katie."""
+
+    eps: float  # ε beside the root of a second moment
+    momentum: float  # of a heavy ball on the update
+    nesterov: bool  # whether that looks ahead
+    factor_dtype: Any  # of the factors' statistics; by default that of the state
+    warmup: int  # steps at first that each refresh; `start` and `every` count from there
+    vectors: bool  # whether the method steps vectors too
+
+
+class ShampooSettings(FactorSettings, total=False):
+    """Those of Shampoo."""
+
+    tolerance: float  # with form="eigen": relative error up to which a basis is not refreshed
+
+
+class WhiteKronSettings(TypedDict, total=False):
+    """Further settings of Quad and Skew."""
+
+    stacked: Any  # as in LayoutSettings; flags of leaves that stack layers on axis 0 will do
+    max_size_dense: int  # longer dimensions are not cut and have a diagonal factor
+    preconditioner_lr_floor: float  # that `preconditioner_lr` decays to
+    warmup: int  # steps at first that each update the factors; `every` counts from there
+    pipeline_axis_name: str | None  # mesh axis over which blocks are spread
+    pipeline_axis_size: int | None  # its size, where there is no mesh to ask
+    params_partition_specs: Any  # how parameters are sharded, where their types do not tell
+
+
+def settle(
+    optimizer: str,
+    arguments: Mapping[str, Any],
+    kind: type,
+    aliases: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """All settings of an optimizer as plain values, checked.
+
+    Args:
+        optimizer: its name, for errors.
+        arguments: locals() of its constructor, whose **shared are those of `kind`.
+        kind: the TypedDict of its further settings.
+        aliases: other libraries' names for settings, and ours.
+    """
+    named = {name: value for name, value in arguments.items() if name != "shared"}
+    # optax.inject_hyperparams passes **shared on as one argument of that name
+    shared = {**arguments["shared"], **arguments["shared"].get("shared", {})}
+    shared.pop("shared", None)
+    shared = {(aliases or {}).get(name, name): value for name, value in shared.items()}
+    allowed = {*named, *kind.__annotations__}
+    for name in shared:
+        if name not in allowed:
+            raise TypeError(f"{optimizer} has no setting {name!r}; it has {sorted(allowed)}")
+    settings = {
         name: value.value if isinstance(value, Static) else value
-        for name, value in {**SHARED, **given}.items()
+        for name, value in {**DEFAULTS, **named, **shared}.items()
     }
-    _check(group)
-    return {"optimizer": optimizer, **group}
+    _check(settings)
+    return {"optimizer": optimizer, **settings}
 
 
-def in_dtype(group: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
-    """The same, with numbers that are arrays in the dtype that is worked in."""
+def in_dtype(settings: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
+    """The same settings, with floating-point arrays cast to the working dtype."""
     return {
         name: value.astype(dtype)
         if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.floating)
         else value
-        for name, value in group.items()
+        for name, value in settings.items()
     }
 
 
 def is_zero(value: Any) -> bool:
-    """Whether a setting is known to be 0; a traced one may be anything."""
+    """Whether a setting is certainly 0; a traced one may be anything."""
     return isinstance(value, (int, float)) and value == 0
 
 
-def check_factors(group: Mapping[str, Any], sums: bool = False) -> None:
-    """What methods with one factor a dimension have in common; `sums`: whether β may be 1."""
-    if group["factor_beta"] is not None:
-        rule = "in [0, 1]" if sums else "in [0, 1)"
-        check_number(
-            "factor_beta", group["factor_beta"], rule, lambda x: 0 <= x < 1 or (sums and x == 1)
-        )
-    check_floating("factor_dtype", group["factor_dtype"])
+def check_number(name: str, value: Any, rule: str, holds: Callable[[Any], bool]) -> None:
+    """Raise unless `value` is a number for which `holds`. Traced numbers cannot be checked."""
+    if isinstance(value, jax.core.Tracer):
+        return
+    array = isinstance(value, jax.Array) and value.ndim == 0
+    number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+    if not (array or number) or not holds(value):
+        raise ValueError(f"{name} must be a number {rule}, got {value!r}")
+
+
+def check_not_negative(name: str, value: Any) -> None:
+    check_number(name, value, "of at least 0", lambda x: 0 <= x < float("inf"))
+
+
+def check_above_zero(name: str, value: Any) -> None:
+    check_number(name, value, "above 0", lambda x: 0 < x < float("inf"))
+
+
+def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {choices}, got {value!r}")
 
 
 def check_floating(name: str, dtype: Any) -> None:
@@ -83,43 +176,40 @@ def check_floating(name: str, dtype: Any) -> None:
         raise ValueError(f"{name} must be None or a floating-point dtype, got {dtype!r}")
 
 
-def check_not_negative(name: str, value: Any) -> None:
-    check_number(name, value, "of at least 0", lambda x: 0 <= x < float("inf"))
+def check_factor_beta(settings: Mapping[str, Any], sums: bool = False) -> None:
+    """`sums`: whether β may be 1, which sums as AdaGrad does."""
+    if settings["factor_beta"] is not None:
+        rule = "in [0, 1]" if sums else "in [0, 1)"
+        check_number(
+            "factor_beta", settings["factor_beta"], rule, lambda x: 0 <= x < 1 or (sums and x == 1)
+        )
 
 
-def check_above_zero(name: str, value: Any) -> None:
-    check_number(name, value, "above 0", lambda x: 0 < x < float("inf"))
-
-
-def _check(group: Mapping[str, Any]) -> None:
-    betas = group["betas"]
+def _check(settings: Mapping[str, Any]) -> None:
+    betas = settings["betas"]
     if not (isinstance(betas, Sequence) and len(betas) == 2):
         raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}")
     for beta in betas:
         check_number("betas", beta, "in [0, 1) each", lambda x: 0 <= x < 1)
-    check_not_negative("eps", group["eps"])
-    for name in ("momentum", "dampening"):
-        check_number(name, group[name], "in [0, 1)", lambda x: 0 <= x < 1)
-    if group["beta3"] is not None:
-        check_number("beta3", group["beta3"], "in [0, 1), or None", lambda x: 0 <= x < 1)
-    check_choice("graft", group["graft"], GRAFTS)
-    check_choice("graft_by", group["graft_by"], ("block", "parameter"))
-    check_choice("oversize", group["oversize"], ("cut", "identity"))
+    check_number("momentum", settings["momentum"], "in [0, 1)", lambda x: 0 <= x < 1)
+    check_not_negative("eps", settings["eps"])
+    check_not_negative("tolerance", settings["tolerance"])
+    check_choice("graft", settings["graft"], GRAFTS)
+    check_floating("factor_dtype", settings["factor_dtype"])
     for name in ("vectors", "nesterov"):
-        if not isinstance(group[name], bool):
-            raise ValueError(f"{name} must be True or False, got {group[name]!r}")
-    if group["nesterov"] and is_zero(group["momentum"]):
+        if not isinstance(settings[name], bool):
+            raise ValueError(f"{name} must be True or False, got {settings[name]!r}")
+    if settings["nesterov"] and is_zero(settings["momentum"]):
         raise ValueError(
             "nesterov must be False where momentum is 0, got True; there is nothing to look ahead "
             "with, give a momentum"
         )
     for name, least in LEAST.items():
-        optional = name in ("max_dim", "start")
-        if name in group and not (optional and group[name] is None):
-            _check_whole(name, group[name], least, "None or " if optional else "")
+        if name in settings and not (name in OPTIONAL and settings[name] is None):
+            _check_integer(name, settings[name], least, "None or " if name in OPTIONAL else "")
 
 
-def _check_whole(name: str, value: Any, least: int, also: str) -> None:
+def _check_integer(name: str, value: Any, least: int, also: str) -> None:
     if isinstance(value, jax.Array):
         if name in TRACED:
             return
@@ -127,5 +217,27 @@ def _check_whole(name: str, value: Any, least: int, also: str) -> None:
             f"{name} shapes what is computed and must be a Python integer, got an array; under "
             "optax.inject_hyperparams name it in static_args"
         )
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
         raise ValueError(f"{name} must be {also}an integer of at least {least}, got {value!r}")
+
+
+def values_by_path(name: str, tree: Any, values: Any) -> list[Any]:
+    """The value for each leaf in a tree of values, which may end early: one for a whole subtree.
+
+    Found by path and not by position, because optax.masked takes leaves out of the tree alone.
+    """
+    by_path = dict(jax.tree.leaves_with_path(values, is_leaf=_is_value))
+    result = []
+    for path, _ in jax.tree.leaves_with_path(tree):
+        heads = [path[:length] for length in range(len(path), -1, -1) if path[:length] in by_path]
+        if not heads:
+            raise ValueError(
+                f"{name} has no entry for {jax.tree_util.keystr(path)}; "
+                "give it the structure of the parameters, or the top of it"
+            )
+        result.append(by_path[heads[0]])
+    return result
+
+
+def _is_value(node: Any) -> bool:
+    return node is None or isinstance(node, (PartitionSpec, NamedSharding))

@@ -1,34 +1,46 @@
-"""Shampoo: one factor a dimension, each an inverse root (Gupta et al., 1802.09568)."""
+"""Shampoo: one factor a dimension, each an inverse root (Gupta et al., 1802.09568).
 
-from collections.abc import Mapping
+And the statistics of these factors, "cov.0", "cov.1", … in the state, which SOAP and Katie share:
+F_i ← β F_i + (1−β) X_(i) X_(i)ᵀ, X_(i) the block with dimension i as rows; a plain sum at β = 1.
+"""
+
+from collections.abc import Iterable, Mapping
 from math import prod
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from isokron.exponents import Exponent, check_root, exponents
-from isokron.jax.checks import check_choice
-from isokron.jax.descent import descend
-from isokron.jax.eigen import eigh, offdiagonal
-from isokron.jax.preconditioned import Method, scale_by_preconditioned
-from isokron.jax.roots import inverse_power, inverse_root
-from isokron.jax.settings import Static, check_factors, check_not_negative, is_zero, settled
-from isokron.jax.sides import (
-    State,
+from isokron.jax.blocks import BlockBatch, Settings
+from isokron.jax.linalg import (
     across,
     along,
-    debiased,
+    eigh,
     eyes,
+    inverse_power,
+    inverse_root,
     multiply,
-    observed,
-    preconditioned_sides,
-    sides_of,
-    zero_covariances,
+    offdiagonal,
 )
-
-Group = Mapping[str, Any]
+from isokron.jax.moments import bias
+from isokron.jax.settings import (
+    ShampooSettings,
+    Static,
+    check_choice,
+    check_factor_beta,
+    check_not_negative,
+    is_zero,
+    settle,
+)
+from isokron.jax.transform import (
+    Gradients,
+    Method,
+    State,
+    scale_by_preconditioned,
+    with_learning_rate,
+)
 
 
 def scale_by_shampoo(
@@ -40,143 +52,155 @@ def scale_by_shampoo(
     exponent: Exponent | Static = Static(2),
     form: str = "root",
     solver: str = "eigh",
-    tolerance: float = 0.0,
     statistic: str = "gradient",
-    factor_dtype: Any = None,
     graft: str | None = "adam",
-    graft_by: str = "block",
     every: int = 10,
     start: int | None = 2,
     max_dim: int | Static | None = Static(256),
-    oversize: str = "cut",
-    vectors: bool = False,
-    stacked: Any = Static(0),
-    split: tuple[int, ...] | int | None = None,
-    split_dim: int | Static = Static(0),
-    momentum: float | Static = Static(0.0),
-    dampening: float = 0.0,
-    nesterov: bool = False,
-    beta3: float | None = None,
-    eps: float = 1e-8,
+    **shared: Unpack[ShampooSettings],
 ) -> optax.GradientTransformationExtraArgs:
     """P = M̂ ×_1 A_1 … ×_k A_k, A_i = (F̂_i + εI)^(−1/p), F_i the second moment along dimension i.
 
-    The arguments are those of isokron.Shampoo; see docs/jax.md. `stacked` may be a tree of numbers.
+    Args:
+        betas: rates of the first moment M and of the second moment of grafting.
+        factor_beta: rate of F; 1 sums as AdaGrad does.
+        damping: ε.
+        deficient: ε is "relative" to the mean eigenvalue, or absolute by "lift"; "pseudo", with
+            ε = 0, is the pseudo-inverse.
+        exponent: p; a number, or {order of a block: number or one a dimension}; 0 leaves a
+            dimension alone, None is twice the order, as first published.
+        form: "root" keeps A, "eigen" eigenvalues and eigenvectors of F.
+        solver: of roots, "eigh", or "newton" or "higher", which use matrix products only.
+        statistic: "gradient", or "kl": F of gradients that the other sides have preconditioned
+            (KL-Shampoo, 2509.03378).
+        graft: whose step length to take: None, "sgd", "adagrad", "rmsprop" or "adam".
+        every: steps from one refresh to the next.
+        start: the first refresh, followed by one at each doubling below `every`.
+        max_dim: longer dimensions are cut into blocks of this size.
+        **shared: see ShampooSettings.
     """
-    group = settled("Shampoo", locals())
-    _check(group)
-    return scale_by_preconditioned(SHAMPOO, group)
+    settings = settle("Shampoo", locals(), ShampooSettings)
+    _check(settings)
+    return scale_by_preconditioned(SHAMPOO, settings)
 
 
-def shampoo(
-    learning_rate: optax.ScalarOrSchedule = 1e-2,
-    *,
-    betas: tuple[float, float] = (0.9, 0.95),
-    factor_beta: float = 0.95,
-    damping: float = 1e-4,
-    deficient: str = "relative",
-    exponent: Exponent | Static = Static(2),
-    form: str = "root",
-    solver: str = "eigh",
-    tolerance: float = 0.0,
-    statistic: str = "gradient",
-    factor_dtype: Any = None,
-    graft: str | None = "adam",
-    graft_by: str = "block",
-    weight_decay: float = 0.1,
-    weight_decay_mask: Any = None,
-    every: int = 10,
-    start: int | None = 2,
-    max_dim: int | Static | None = Static(256),
-    oversize: str = "cut",
-    vectors: bool = False,
-    stacked: Any = Static(0),
-    split: tuple[int, ...] | int | None = None,
-    split_dim: int | Static = Static(0),
-    momentum: float | Static = Static(0.0),
-    dampening: float = 0.0,
-    nesterov: bool = False,
-    beta3: float | None = None,
-    eps: float = 1e-8,
-) -> optax.GradientTransformationExtraArgs:
-    """scale_by_shampoo, then decayed weights, then the learning rate.
-
-    `weight_decay_mask`: a tree of flags, or a function of the parameters: which of them decay.
-    """
-    return descend(scale_by_shampoo, locals())
+shampoo = with_learning_rate(scale_by_shampoo)
 
 
-def _check(group: Group) -> None:
-    check_choice("form", group["form"], ("root", "eigen"))
-    check_choice("statistic", group["statistic"], ("gradient", "kl"))
-    check_factors(group, sums=True)
-    check_not_negative("damping", group["damping"])
-    check_not_negative("tolerance", group["tolerance"])
-    known = isinstance(group["tolerance"], (int, float))
-    if group["form"] == "root" and known and group["tolerance"]:
+def _check(settings: Settings) -> None:
+    check_choice("form", settings["form"], ("root", "eigen"))
+    check_choice("statistic", settings["statistic"], ("gradient", "kl"))
+    check_factor_beta(settings, sums=True)
+    check_not_negative("damping", settings["damping"])
+    if settings["form"] == "root" and not is_zero(settings["tolerance"]):
         raise ValueError(
-            f"tolerance must be 0 for form='root', got {group['tolerance']!r}; only form='eigen' "
-            "keeps the basis that it is about"
+            f"tolerance must be 0 for form='root', got {settings['tolerance']!r}; only "
+            "form='eigen' keeps the basis that it is about"
         )
-    if group["solver"] != "eigh" and group["form"] == "eigen":
-        raise ValueError(f"solver must be 'eigh' for form='eigen', got {group['solver']!r}")
-    damping = group["damping"] if isinstance(group["damping"], (int, float)) else 0.0
+    if settings["solver"] != "eigh" and settings["form"] == "eigen":
+        raise ValueError(f"solver must be 'eigh' for form='eigen', got {settings['solver']!r}")
+    damping = settings["damping"] if isinstance(settings["damping"], (int, float)) else 0.0
     for order in range(1, 5):
-        for root in exponents(group, order):
-            if root:
-                check_root(root, damping, solver=group["solver"], deficient=group["deficient"])
+        for root in filter(None, exponents(settings, order)):
+            check_root(root, damping, solver=settings["solver"], deficient=settings["deficient"])
 
 
-def _init(rows: int, shape: tuple[int, ...], dtype: Any, group: Group) -> State:
-    roots = exponents(group, len(shape))
-    sides = [i for i in preconditioned_sides(shape, group) if roots[i]]
-    state = zero_covariances(rows, shape, sides, dtype, group)
+def zero_covariances(
+    batch: BlockBatch, sides: Iterable[int], dtype: Any, settings: Settings
+) -> State:
+    stored = settings["factor_dtype"] or dtype
+    return {
+        f"cov.{i}": jnp.zeros((batch.rows, batch.shape[i], batch.shape[i]), stored) for i in sides
+    }
+
+
+def sides_of(state: Mapping[str, jax.Array]) -> list[int]:
+    """The dimensions that have a factor."""
+    return sorted(int(key[4:]) for key in state if key.startswith("cov."))
+
+
+def observe_side(
+    cov: jax.Array, x: jax.Array, side: int, beta: Any, scale: float = 1.0
+) -> jax.Array:
+    """Fold one side of x, [B, ...], into its covariance. [B, d, d]"""
+    x = jnp.moveaxis(x.astype(cov.dtype), side + 1, 1)
+    rows = x.reshape(*x.shape[:2], -1)
+    weight = scale * jnp.where(beta < 1, 1 - beta, 1)
+    return (beta * cov + weight * (rows @ rows.mT)).astype(cov.dtype)
+
+
+def debiased_side(state: State, side: int, beta: Any, step: jax.Array) -> jax.Array:
+    """F̂ = F/(1−βᵗ). [B, d, d]"""
+    cov = state[f"cov.{side}"]
+    return cov / across(jnp.where(beta < 1, bias(beta, step), 1).astype(cov.dtype), cov)
+
+
+def where_observed(operators: State, state: State) -> State:
+    """The new operators of blocks that have had a gradient; the others keep theirs. [B, ...]"""
+    result = {}
+    for key, value in operators.items():
+        cov = state[f"cov.{key.rpartition('.')[2]}"]
+        observed = jnp.trace(cov, axis1=-2, axis2=-1) != 0
+        result[key] = jnp.where(across(observed, value), value.astype(state[key].dtype), state[key])
+    return result
+
+
+def _init(batch: BlockBatch, dtype: Any, settings: Settings) -> State:
+    roots = exponents(settings, len(batch.shape))
+    sides = [i for i, root in enumerate(roots) if root]
+    state = zero_covariances(batch, sides, dtype, settings)
     for i in sides:
-        if group["form"] == "root":
-            state[f"root.{i}"] = eyes(rows, shape[i], dtype)
+        identity = eyes(batch.rows, batch.shape[i], dtype)
+        if settings["form"] == "root":
+            state[f"root.{i}"] = identity
         else:
-            one = {"lift": 1 - group["damping"], "relative": 1 / (1 + group["damping"])}
-            values = one.get(group["deficient"], 1.0)  # of which, damped, every root is 1
-            state[f"values.{i}"] = jnp.full((rows, shape[i]), values, dtype)
-            state[f"basis.{i}"] = eyes(rows, shape[i], dtype)
+            # the eigenvalue whose damped root is 1
+            one = {"lift": 1 - settings["damping"], "relative": 1 / (1 + settings["damping"])}
+            state[f"values.{i}"] = jnp.full_like(
+                identity[..., 0], one.get(settings["deficient"], 1.0)
+            )
+            state[f"basis.{i}"] = identity
     return state
 
 
-def _observe(grad: jax.Array, state: State, step: jax.Array, group: Group) -> State:
-    beta, seen = group["factor_beta"], {}
+def _observe(shown: Gradients, state: State, count: jax.Array, settings: Settings) -> State:
+    grad, covariances = shown.grad, {}
     for i in sides_of(state):
         white, scale = grad, 1.0
-        if group["statistic"] == "kl":
-            white = _applied(grad, state, group, but=i)
+        if settings["statistic"] == "kl":
+            white = _applied(grad, state, settings, but=i)
             scale = grad.shape[i + 1] / prod(grad.shape[1:])
-        seen[f"cov.{i}"] = observed(state[f"cov.{i}"], white, i, beta, scale)
-    return seen
+        covariances[f"cov.{i}"] = observe_side(
+            state[f"cov.{i}"], white, i, settings["factor_beta"], scale
+        )
+    return covariances
 
 
-def _refresh(state: State, order: int, step: jax.Array, group: Group) -> State:
-    damping, deficient, fresh = group["damping"], group["deficient"], {}
+def _refresh(shown: Gradients, state: State, count: jax.Array, settings: Settings) -> State:
+    roots, operators = exponents(settings, shown.grad.ndim - 1), {}
     for i in sides_of(state):
-        cov = debiased(state, i, group["factor_beta"], step)
-        if group["form"] == "root":
-            root = exponents(group, order)[i]
-            fresh[f"root.{i}"] = inverse_root(
-                cov, root, damping, solver=group["solver"], deficient=deficient
+        cov = debiased_side(state, i, settings["factor_beta"], shown.step)
+        if settings["form"] == "root":
+            operators[f"root.{i}"] = inverse_root(
+                cov,
+                roots[i],
+                settings["damping"],
+                solver=settings["solver"],
+                deficient=settings["deficient"],
             )
         else:
-            fresh[f"values.{i}"], fresh[f"basis.{i}"] = _decomposed(cov, i, state, group)
-    return fresh
+            values, basis = _decomposed(cov, state[f"basis.{i}"], settings)
+            operators |= {f"values.{i}": values, f"basis.{i}": basis}
+    return where_observed(operators, state)
 
 
-def _decomposed(
-    cov: jax.Array, side: int, state: State, group: Group
-) -> tuple[jax.Array, jax.Array]:
-    """Eigenvalues and eigenvectors; a basis that still fits gets the newest eigenvalues."""
-    if is_zero(group["tolerance"]):
+def _decomposed(cov: jax.Array, old: jax.Array, settings: Settings) -> tuple[jax.Array, jax.Array]:
+    """Eigenvalues and eigenvectors; a basis that still fits gets only new eigenvalues."""
+    if is_zero(settings["tolerance"]):
         return eigh(cov)
-    old = state[f"basis.{side}"]
     cov = cov.astype(jnp.promote_types(cov.dtype, old.dtype))
     basis = old.astype(cov.dtype)
-    stale = ~(offdiagonal(cov, basis) <= group["tolerance"])
+    stale = ~(offdiagonal(cov, basis) <= settings["tolerance"])
     values = jnp.sum(basis * (cov @ basis), axis=-2)
 
     def renew() -> tuple[jax.Array, jax.Array]:
@@ -188,24 +212,32 @@ def _decomposed(
 
 
 def _direction(
-    moment: jax.Array, state: State, step: jax.Array, group: Group
+    shown: Gradients, state: State, count: jax.Array, settings: Settings
 ) -> tuple[jax.Array, State]:
-    return _applied(moment, state, group), {}
+    return _applied(shown.moment, state, settings), {}
 
 
-def _applied(x: jax.Array, state: State, group: Group, but: int | None = None) -> jax.Array:
+def _applied(x: jax.Array, state: State, settings: Settings, but: int | None = None) -> jax.Array:
     """x ×_i A_i over all sides i but one. [B, ...]"""
     for i in sides_of(state):
         if i == but:
             continue
-        if group["form"] == "root":
+        if settings["form"] == "root":
             x = multiply(x, state[f"root.{i}"], i)
         else:
-            root, values = exponents(group, x.ndim - 1)[i], state[f"values.{i}"]
-            powers = inverse_power(values, root, group["damping"], group["deficient"])
+            root = exponents(settings, x.ndim - 1)[i]
+            powers = inverse_power(
+                state[f"values.{i}"], root, settings["damping"], settings["deficient"]
+            )
             turned = multiply(x, state[f"basis.{i}"].mT, i)
             x = multiply(turned * along(powers, turned, i), state[f"basis.{i}"], i)
     return x
 
 
-SHAMPOO = Method(_init, _observe, _refresh, _direction, operator=("root", "values", "basis"))
+SHAMPOO = Method(
+    init=_init,
+    direction=_direction,
+    observe=_observe,
+    refresh=_refresh,
+    operator=("root", "values", "basis"),
+)

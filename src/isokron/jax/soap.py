@@ -1,30 +1,30 @@
 """SOAP: Adam in the eigenbasis of Shampoo's factors (Vyas et al., 2409.11321)."""
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from isokron.jax.checks import check_choice
-from isokron.jax.descent import descend
-from isokron.jax.eigen import eigenbasis, follow, offdiagonal
-from isokron.jax.moments import bias, filtered, first_moment, mixed
-from isokron.jax.preconditioned import Method, scale_by_preconditioned
-from isokron.jax.settings import Static, check_factors, check_not_negative, is_zero, settled
-from isokron.jax.sides import (
-    State,
-    across,
-    eyes,
-    multiply,
-    observed,
-    preconditioned_sides,
-    sides_of,
-    zero_covariances,
+from isokron.jax.blocks import BlockBatch, Settings
+from isokron.jax.linalg import across, eigenbasis, eyes, follow, multiply, offdiagonal
+from isokron.jax.moments import debiased, mixed
+from isokron.jax.settings import (
+    FactorSettings,
+    Static,
+    check_choice,
+    check_factor_beta,
+    is_zero,
+    settle,
 )
-
-Group = Mapping[str, Any]
+from isokron.jax.shampoo import observe_side, sides_of, where_observed, zero_covariances
+from isokron.jax.transform import (
+    Gradients,
+    Method,
+    State,
+    scale_by_preconditioned,
+    with_learning_rate,
+)
 
 
 def scale_by_soap(
@@ -33,144 +33,114 @@ def scale_by_soap(
     factor_beta: float | None = None,
     basis: str = "qr",
     tolerance: float = 0.0,
-    factor_dtype: Any = None,
     graft: str | None = "adam",
-    graft_by: str = "block",
     every: int = 10,
     start: int | None = 2,
     max_dim: int | Static | None = Static(256),
-    oversize: str = "cut",
-    vectors: bool = False,
-    stacked: Any = Static(0),
-    split: tuple[int, ...] | int | None = None,
-    split_dim: int | Static = Static(0),
-    momentum: float | Static = Static(0.0),
-    dampening: float = 0.0,
-    nesterov: bool = False,
-    beta3: float | None = None,
-    eps: float = 1e-8,
+    **shared: Unpack[FactorSettings],
 ) -> optax.GradientTransformationExtraArgs:
     """P = Q[(QᵀM̂) ⊘ (√Ê + ε)], E the second moment of QᵀG, Q the eigenbases of Shampoo's factors.
 
-    The arguments are those of isokron.SOAP; see docs/jax.md. `stacked` may be a tree of numbers.
+    Args:
+        betas: rates of the two moments, which are kept in the basis.
+        factor_beta: rate of the factors; betas[1] by default.
+        basis: how Q is refreshed after its first time: by one "qr" iteration, or by "eigh".
+        tolerance: relative off-diagonal error up to which a basis is not refreshed.
+        graft: whose step length to take: None, as published, "sgd", "adagrad", "rmsprop" or "adam".
+        every: steps from one refresh to the next.
+        start: the first refresh, followed by one at each doubling below `every`.
+        max_dim: longer dimensions are cut into blocks of this size.
+        **shared: see FactorSettings.
     """
-    group = settled("SOAP", locals())
-    check_choice("basis", group["basis"], ("qr", "eigh"))
-    check_factors(group)
-    check_not_negative("tolerance", group["tolerance"])
-    return scale_by_preconditioned(SOAP, group)
+    settings = settle("SOAP", locals(), FactorSettings)
+    check_choice("basis", settings["basis"], ("qr", "eigh"))
+    check_factor_beta(settings)
+    return scale_by_preconditioned(SOAP, settings)
 
 
-def soap(
-    learning_rate: optax.ScalarOrSchedule = 1e-2,
-    *,
-    betas: tuple[float, float] = (0.9, 0.95),
-    factor_beta: float | None = None,
-    basis: str = "qr",
-    tolerance: float = 0.0,
-    factor_dtype: Any = None,
-    graft: str | None = "adam",
-    graft_by: str = "block",
-    weight_decay: float = 0.1,
-    weight_decay_mask: Any = None,
-    every: int = 10,
-    start: int | None = 2,
-    max_dim: int | Static | None = Static(256),
-    oversize: str = "cut",
-    vectors: bool = False,
-    stacked: Any = Static(0),
-    split: tuple[int, ...] | int | None = None,
-    split_dim: int | Static = Static(0),
-    momentum: float | Static = Static(0.0),
-    dampening: float = 0.0,
-    nesterov: bool = False,
-    beta3: float | None = None,
-    eps: float = 1e-8,
-) -> optax.GradientTransformationExtraArgs:
-    """scale_by_soap, then decayed weights, then the learning rate.
-
-    `weight_decay_mask`: a tree of flags, or a function of the parameters: which of them decay.
-    """
-    return descend(scale_by_soap, locals())
+soap = with_learning_rate(scale_by_soap)
 
 
-def _init(rows: int, shape: tuple[int, ...], dtype: Any, group: Group) -> State:
-    sides = preconditioned_sides(shape, group)
+def _init(batch: BlockBatch, dtype: Any, settings: Settings) -> State:
+    zeros = jnp.zeros((batch.rows, *batch.shape), dtype)
     return {
-        "rotated": jnp.zeros((rows, *shape), dtype),  # the first moment, in the basis
-        "variance": jnp.zeros((rows, *shape), dtype),  # of the gradient in the basis
-        **zero_covariances(rows, shape, sides, dtype, group),
-        **{f"basis.{i}": eyes(rows, shape[i], dtype) for i in sides},
+        "rotated": zeros,  # the first moment, in the basis
+        "variance": zeros,  # of the gradient in the basis
+        **zero_covariances(batch, range(len(batch.shape)), dtype, settings),
+        **{f"basis.{i}": eyes(batch.rows, size, dtype) for i, size in enumerate(batch.shape)},
     }
 
 
-def _observe(grad: jax.Array, state: State, step: jax.Array, group: Group) -> State:
-    beta = group["betas"][1] if group["factor_beta"] is None else group["factor_beta"]
-    return {f"cov.{i}": observed(state[f"cov.{i}"], grad, i, beta) for i in sides_of(state)}
+def _observe(shown: Gradients, state: State, count: jax.Array, settings: Settings) -> State:
+    beta = settings["factor_beta"]
+    beta = settings["betas"][1] if beta is None else beta
+    return {
+        f"cov.{i}": observe_side(state[f"cov.{i}"], shown.grad, i, beta) for i in sides_of(state)
+    }
 
 
-def _refresh(state: State, order: int, step: jax.Array, group: Group) -> State:
-    return {f"basis.{i}": _turned(state, i, group) for i in sides_of(state)}
+def _refresh(shown: Gradients, state: State, count: jax.Array, settings: Settings) -> State:
+    return where_observed(
+        {f"basis.{i}": _refreshed_basis(state, i, settings) for i in sides_of(state)}, state
+    )
 
 
-def _turned(state: State, side: int, group: Group) -> jax.Array:
+def _refreshed_basis(state: State, side: int, settings: Settings) -> jax.Array:
     """The new basis of a side. [B, d, d]"""
     cov, old = state[f"cov.{side}"], state[f"basis.{side}"]
     cov = cov.astype(jnp.promote_types(cov.dtype, old.dtype))
     old = old.astype(cov.dtype)
     # a basis that was never refreshed is the identity, from which one iteration leads nowhere
-    new = (jnp.diagonal(old, axis1=-2, axis2=-1) == 1).all(axis=-1)
-    if group["basis"] == "eigh":
+    first = (jnp.diagonal(old, axis1=-2, axis2=-1) == 1).all(axis=-1)
+    if settings["basis"] == "eigh":
         basis = eigenbasis(cov)
     else:
         near = follow(cov, old)
         basis = jax.lax.cond(
-            new.any(), lambda: jnp.where(across(new, cov), eigenbasis(cov), near), lambda: near
+            first.any(), lambda: jnp.where(across(first, cov), eigenbasis(cov), near), lambda: near
         )
-    if is_zero(group["tolerance"]):
+    if is_zero(settings["tolerance"]):
         return basis
-    fits = ~new & (offdiagonal(cov, old) <= group["tolerance"])
+    fits = ~first & (offdiagonal(cov, old) <= settings["tolerance"])
     return jnp.where(across(fits, cov), old, basis)
 
 
-def _install(fresh: State, state: State) -> State:
-    """What lives in the basis turns with it: R = Q_oldᵀ Q_new, M ← RᵀM, E ← (R⊙R)ᵀE.
+def _install(bases: State, state: State) -> State:
+    """Turn what lives in the basis with it: R = Q_oldᵀ Q_new, M ← RᵀM, E ← (R⊙R)ᵀE.
 
     The last is exact for a permutation, and for uncorrelated coordinates.
     """
     rotated, variance = state["rotated"], state["variance"]
-    for key, basis in fresh.items():
+    for key, basis in bases.items():
         side = int(key[6:])
         turn = basis.mT @ state[key]
         rotated = multiply(rotated, turn, side)
         variance = multiply(variance, jnp.square(turn), side)
-    return {"rotated": rotated, "variance": variance, **fresh}
+    return {"rotated": rotated, "variance": variance, **bases}
 
 
 def _direction(
-    grad: jax.Array, state: State, step: jax.Array, group: Group
+    shown: Gradients, state: State, count: jax.Array, settings: Settings
 ) -> tuple[jax.Array, State]:
-    (beta1, beta2), beta3 = group["betas"], group["beta3"]
-    turned = grad
+    beta1, beta2 = settings["betas"]
+    turned = shown.grad
     for i in sides_of(state):
         turned = multiply(turned, state[f"basis.{i}"].mT, i)
     variance = mixed(state["variance"], turned * turned, beta2)
-    if beta3 is not None:
-        moment, rotated = filtered(state["rotated"], turned, beta1, beta3, step)
-    else:
-        moment, rotated = first_moment(state["rotated"], turned, beta1, False, step)
-    direction = moment / (jnp.sqrt(variance / bias(beta2, step)) + group["eps"])
+    rotated = mixed(state["rotated"], turned, beta1)
+    deviation = jnp.sqrt(debiased(variance, beta2, shown.step)) + settings["eps"]
+    direction = debiased(rotated, beta1, shown.step) / deviation
     for i in sides_of(state):
         direction = multiply(direction, state[f"basis.{i}"], i)
     return direction, {"rotated": rotated, "variance": variance}
 
 
 SOAP = Method(
-    _init,
-    _observe,
-    _refresh,
-    _direction,
-    _install,
+    init=_init,
+    direction=_direction,
+    observe=_observe,
+    refresh=_refresh,
+    install=_install,
     operator=("basis", "rotated", "variance"),
     keeps_moment=True,
 )

@@ -1,177 +1,459 @@
-"""The transformation that Quad and Skew share: momentum, blocks, factors, clip."""
+"""The transformation behind every optimizer here; a Method says what is particular to one of them.
 
+Gradients are gathered into batches of blocks, [B, ...]. Each step folds them into statistics
+(`observe`), makes new operators of the statistics when that is due (`refresh`), and applies the
+operators (`direction`).
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec
 
-from isokron import white_kron
-from isokron.jax import checks, placement
-from isokron.jax.blocks import gather, scatter
-from isokron.jax.factors import Method
-from isokron.jax.layers import Layers, clipped, known, normalized
-from isokron.jax.learning import Probes
-from isokron.jax.noise import probe_rows, step_key
-from isokron.jax.placement import Placement
-from isokron.jax.steps import Learning, step
-from isokron.jax.whitening import first_sides
+from isokron.jax.blocks import (
+    Arrays,
+    BlockBatch,
+    BlockSplit,
+    LayerIndex,
+    Settings,
+    TreeLayout,
+    gather,
+    in_chunks,
+    matrix_splits,
+    scatter,
+    tree_layout,
+)
+from isokron.jax.linalg import across
+from isokron.jax.moments import adam, first_moment, graft, graft_direction, heavy_ball, mixed
+from isokron.jax.settings import in_dtype, is_zero
+from isokron.jax.sharding import Placement, axis_size, mesh_of, placement_of
+
+State = dict[str, jax.Array]  # what a method keeps of a batch; blocks first
 
 
-class WhiteKronState(NamedTuple):
-    """`skipped`: [layers of all leaves], steps whose gradient was not finite and was left out.
+class PreconditionedState(NamedTuple):
+    """The state of every optimizer of this package.
 
-    `factors`: by the shape of a block, as white_kron.bucket_name names it. Without parameters it is
-    what they are, so that the structure is a prefix of the full one, as optax.tree.map_params asks.
+    `count`: steps. `skipped`: of each layer, steps left out because its gradient was not finite;
+    layers in the order of the leaves, one for a leaf that is not stacked. `failed`: refreshes that
+    were not finite and left the operator as it was. `mu`, `nu`: Adam's moments of the leaves that
+    the method does not step. `blocks`: by the name of a batch, the state of its blocks.
     """
 
     count: Any
     skipped: Any
+    failed: Any
     mu: Any
-    factors: Any
+    nu: Any
+    blocks: Any
 
 
-def scale_by_white_kron(
-    method: Method,
-    *,
-    lr_style: str | None,
-    b1: float,
-    normalize_grads: bool,
-    max_size_dense: int | None,
-    preconditioner_lr: float,
-    preconditioner_init_scale: float,
-    dtype: Any,
-    scanned_layers: Any,
-    block_size: int | None,
-    pipeline_axis_name: str | None,
-    pipeline_axis_size: int | None,
-    params_partition_specs: Any,
-    noise_scale: float,
-    damping: float,
-    every: int,
-    warmup: int,
-    apply: str,
-    key: Any,
-    probes: Probes | None = None,
+class Gradients(NamedTuple):
+    """What one step shows of a batch of blocks."""
+
+    grad: jax.Array  # [B, ...]
+    moment: jax.Array  # the debiased first moment, or the gradient where none is kept. [B, ...]
+    step: jax.Array  # how many gradients the block has had. [B]
+    live: jax.Array  # whether the gradient is finite; else it is 0 here, and the state stays. [B]
+    sizes: jax.Array  # of blocks without padding. [B, order]
+
+
+def _nothing(shown: Gradients, state: State, count: jax.Array, settings: Settings) -> State:
+    return {}
+
+
+def _unchanged(blocks: Arrays, layers: LayerIndex, place: Placement, settings: Settings) -> Arrays:
+    return blocks
+
+
+class Method(NamedTuple):
+    """What is particular to an optimizer. `count` is the step; state that `init` does not make, and
+    another hook returns, lasts for one step.
+
+    init(batch, dtype, settings) → state.
+    direction(gradients, state, count, settings) → the direction, and the state it changed.
+    observe(gradients, state, count, settings) → the state it changed.
+    refresh(gradients, state, count, settings) → new operators.
+    install(operators, state) → all state that they change, under the names in `operator`.
+    splits(shape, settings) → how a layer is cut; nothing where Adam is to step it.
+    prepare, finish(batches, layers, place, settings) → first moments, or directions, of all
+    batches; for what concerns a layer as a whole.
+    """
+
+    init: Callable[[BlockBatch, Any, Settings], State]
+    direction: Callable[[Gradients, State, jax.Array, Settings], tuple[jax.Array, State]]
+    observe: Callable[[Gradients, State, jax.Array, Settings], State] = _nothing
+    refresh: Callable[[Gradients, State, jax.Array, Settings], State] = _nothing
+    install: Callable[[State, State], State] = lambda operators, state: operators
+    splits: Callable[[tuple[int, ...], Settings], list[BlockSplit]] = matrix_splits
+    prepare: Callable[[Arrays, LayerIndex, Placement, Settings], Arrays] = _unchanged
+    finish: Callable[[Arrays, LayerIndex, Placement, Settings], Arrays] = _unchanged
+    operator: tuple[str, ...] = ()  # names of the operators, up to a dot
+    padded: bool = False  # whether blocks may be padded with zeros
+    heavy_ball: bool = True  # whether `momentum` acts on the update; else it is the first moment
+    keeps_moment: bool = False  # whether the method has a first moment of its own
+    debias: bool = True  # whether the direction depends on the scale of the first moment
+    squares: bool = True  # whether gradients are squared, and must not overflow then
+    fallible: bool = True  # whether a refresh may be not finite, as a decomposition may
+
+
+def scale_by_preconditioned(
+    method: Method, settings: Settings
 ) -> optax.GradientTransformationExtraArgs:
-    """Momentum made white; the arguments are those of scale_by_quad. `probes`: n ↦ [k, n]."""
-    checks.check_settings(locals())
-    stored = checks.state_dtype(dtype)
-    block = checks.whole_number("block_size", block_size, white_kron.BLOCK_SIZE)
-    largest = checks.whole_number("max_size_dense", max_size_dense, white_kron.MAX_SIZE_DENSE)
-    learning = Learning(
-        method, every, warmup, apply, noise_scale, damping, together=pipeline_axis_name is None
-    )
-    divisor = white_kron.ADAM_DIVISOR if lr_style == "adam" else 1.0
+    """The transformation of a method; `settings` as isokron.jax.settings.settle returns them."""
+    axis, size = settings["pipeline_axis_name"], settings["pipeline_axis_size"]
 
-    def plan_of(tree: Any) -> white_kron.Plan:
-        checks.check_leaves(tree)
-        scanned = checks.scanned_leaves(tree, scanned_layers)
-        shapes = [tuple(leaf.shape) for leaf in jax.tree.leaves(tree)]
-        return white_kron.plan(shapes, scanned, block, largest)
+    def layout_of(tree: Any) -> TreeLayout:
+        multiple = axis_size(mesh_of(jax.tree.leaves(tree)), axis, size)
+        return tree_layout(tree, settings, method.splits, method.padded, multiple)
 
-    def init(params: Any) -> WhiteKronState:
-        leaves = jax.tree.leaves(params)
-        plan = plan_of(params)
-        # float32, or float64 where a parameter is
-        work = jnp.result_type(jnp.float32, *[leaf.dtype for leaf in leaves])
-        kept = work if stored is None else stored
-        mesh = placement.mesh_of(leaves)
-        size = placement.axis_size(mesh, pipeline_axis_name, pipeline_axis_size)
-        factors = {}
-        for name, bucket in plan.buckets.items():
-            rows = -(-bucket.blocks // size) * size  # as many for each device
-            factors[name] = first_sides(bucket, rows, preconditioner_init_scale, kept, work)
-        return WhiteKronState(
-            count=jnp.zeros((), jnp.int32),
-            skipped=jnp.zeros(sum(leaf.layers for leaf in plan.leaves), jnp.int32),
-            mu=jax.tree.map(lambda leaf: _zeros_like(leaf, kept), params),
-            factors=Placement(mesh, pipeline_axis_name).spread(factors) if leaves else params,
+    def init(params: Any) -> PreconditionedState:
+        leaves, structure = jax.tree.flatten(params)
+        layout = layout_of(params)
+        dtype = jnp.result_type(jnp.float32, *[leaf.dtype for leaf in leaves])
+        blocks = {
+            name: _first_state(method, batch, dtype, settings)
+            for name, batch in layout.batches.items()
+        }
+        stepped = {number for group in layout.groups for number in group.leaves}
+        zeros = [
+            optax.MaskedNode() if i in stepped else jnp.zeros_like(leaf, dtype=dtype)
+            for i, leaf in enumerate(leaves)
+        ]
+        mu, nu = (jax.tree.unflatten(structure, zeros) for _ in range(2))
+        return PreconditionedState(
+            count=_zero_on_devices_of(leaves),
+            skipped=jnp.zeros(layout.layer_count, jnp.int32),
+            failed=jnp.zeros((), jnp.int32),
+            mu=mu,
+            nu=nu,
+            # without leaves, optax.tree.map_params needs a prefix of the structure with leaves
+            blocks=Placement(mesh_of(leaves), axis).spread(blocks) if leaves else params,
         )
+
+    # compiled, because outside of jit a lax.cond is compiled again at every call
+    @partial(jax.jit, static_argnums=2)
+    def step(updates: Any, state: PreconditionedState, place: Placement) -> Any:
+        return _step(method, settings, layout_of(updates), place, updates, state)
 
     def update(
-        updates: Any, state: WhiteKronState, params: Any = None, **extra: Any
-    ) -> tuple[Any, WhiteKronState]:
+        updates: Any, state: PreconditionedState, params: Any = None, **extra: Any
+    ) -> tuple[Any, PreconditionedState]:
         del params, extra
-        grads, structure = jax.tree.flatten(updates)
-        count = optax.safe_increment(state.count)
-        plan = plan_of(updates)
-        if not plan.buckets:
-            return updates, state._replace(count=count)
-        checks.check_buckets(plan, state.factors)
-        mesh = placement.mesh_of(grads)
-        placement.axis_size(mesh, pipeline_axis_name, pipeline_axis_size)
-        place = Placement(mesh, pipeline_axis_name)
-        homes = _homes(updates, params_partition_specs)
-        rows = {name: sides[0].lipschitz.shape[0] for name, sides in state.factors.items()}
-        layers = Layers(plan, rows)
-        work = jax.tree.leaves(state.factors)[-1].dtype  # that of L, which is never rounded
-
-        old = [moment.astype(work) for moment in jax.tree.leaves(state.mu)]
-        moved, matrices = [], []
-        for leaf, grad, moment in zip(plan.leaves, grads, old, strict=True):
-            moved.append(b1 * moment + (1 - b1) * grad.astype(work))
-            matrices.append(place.whole(moved[-1]).reshape(leaf.layers, *leaf.shape))
-        batches = place.spread(
-            {name: gather(matrices, each, rows[name]) for name, each in plan.buckets.items()}
-        )
-        # a layer that was left out has a younger moment than the others
-        finite, live, batches = known(
-            batches,
-            layers,
-            place,
-            lambda finite: 1 - jnp.asarray(b1, work) ** (count - state.skipped - ~finite),
-        )
-        if normalize_grads:
-            batches = normalized(batches, layers, place)
-        this_key = step_key(key, count)
-        directions, factors = step(
-            learning,
-            batches,
-            state.factors,
-            live,
-            count,
-            white_kron.factor_rate(
-                count.astype(work), preconditioner_lr, minimum=jnp.minimum, maximum=jnp.maximum
-            ),
-            probes or (lambda size: probe_rows(size, this_key, work)),
-            this_key,
-        )
-        directions = place.whole(clipped(directions, layers, place, divisor))
-
-        result, moments = [], []
-        for i, (leaf, grad, moment) in enumerate(zip(plan.leaves, grads, old, strict=True)):
-            joined = scatter(directions, leaf) if leaf.bands else grad
-            result.append(place.home(joined.reshape(grad.shape).astype(grad.dtype), homes[i]))
-            fine = finite[layers.of_leaf[i]]
-            fine = fine.reshape(-1, *[1] * (moment.ndim - 1)) if leaf.layers > 1 else fine.all()
-            moments.append(place.home(jnp.where(fine, moved[i], moment), homes[i]))
-        stored_moments = [
-            new.astype(like.dtype)
-            for new, like in zip(moments, jax.tree.leaves(state.mu), strict=True)
-        ]
-        return jax.tree.unflatten(structure, result), WhiteKronState(
-            count,
-            state.skipped + ~finite,
-            jax.tree.unflatten(structure, stored_moments),
-            place.spread(factors),
-        )
+        if not jax.tree.leaves(updates):
+            return updates, state._replace(count=optax.safe_increment(state.count))
+        names = layout_of(updates).batches
+        if set(names) != set(state.blocks):
+            raise ValueError(
+                f"the state has blocks {sorted(state.blocks)} and the gradients make "
+                f"{sorted(names)}; init it with the same parameters and settings"
+            )
+        place = placement_of(updates, axis, size, settings["params_partition_specs"])
+        return step(updates, state, place)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _zeros_like(leaf: Any, dtype: Any) -> jax.Array:
-    zeros = jnp.zeros_like(leaf, dtype=dtype)
-    if not isinstance(leaf, jax.core.Tracer):
-        return zeros
-    # jit drops an argument that nothing uses, and with the last of them the devices of its mesh
-    return jnp.where(False, leaf.astype(dtype), zeros)
+def with_learning_rate(
+    scale_by: Callable[..., optax.GradientTransformationExtraArgs],
+) -> Callable[..., optax.GradientTransformationExtraArgs]:
+    """The optimizer of a mechanism: `scale_by`, decayed weights, learning rate."""
+
+    def optimizer(
+        learning_rate: optax.ScalarOrSchedule = 1e-2,
+        *,
+        weight_decay: float = 0.1,
+        weight_decay_mask: Any = None,
+        **settings: Any,
+    ) -> optax.GradientTransformationExtraArgs:
+        return optax.chain(
+            scale_by(**settings),
+            optax.add_decayed_weights(weight_decay, weight_decay_mask),
+            optax.scale_by_learning_rate(learning_rate),
+        )
+
+    ours, theirs = inspect.signature(optimizer), inspect.signature(scale_by)
+    parameters = [*list(ours.parameters.values())[:-1], *theirs.parameters.values()]
+    name = scale_by.__name__.removeprefix("scale_by_")
+    optimizer.__name__ = optimizer.__qualname__ = name
+    optimizer.__module__ = scale_by.__module__
+    # help() and optax.inject_hyperparams read the signature
+    optimizer.__signature__ = ours.replace(parameters=parameters)  # type: ignore[attr-defined]
+    optimizer.__doc__ = f"""{scale_by.__name__}, then decayed weights, then the learning rate.
+
+    Args:
+        learning_rate: a number or a schedule.
+        weight_decay: decoupled: W ← W − lr(P + weight_decay·W).
+        weight_decay_mask: a tree of flags, or a function of the parameters: which of them decay.
+        **settings: those of {scale_by.__name__}.
+    """
+    return optimizer
 
 
-def _homes(updates: Any, specs: Any) -> list[PartitionSpec | None]:
-    """How each leaf is laid out: as the specs say, or as its type does."""
-    if specs is None:
-        return [placement.spec_of(leaf) for leaf in jax.tree.leaves(updates)]
-    given = checks.by_path("params_partition_specs", updates, specs)
-    return [getattr(each, "spec", each) for each in given]
+def _first_state(method: Method, batch: BlockBatch, dtype: Any, settings: Settings) -> State:
+    state = {}
+    zeros = jnp.zeros((batch.rows, *batch.shape), dtype)
+    keeps = not method.keeps_moment or settings["graft"]
+    if keeps and not is_zero(_first_beta(method, settings)):
+        state["momentum"] = zeros.astype(settings["state_dtype"] or dtype)
+    if method.heavy_ball and not is_zero(settings["momentum"]):
+        state["velocity"] = zeros
+    if settings["graft"] not in (None, "sgd"):
+        state["graft"] = zeros
+    return {**state, **method.init(batch, dtype, settings)}
+
+
+def _first_beta(method: Method, settings: Settings) -> Any:
+    return settings["betas"][0] if method.heavy_ball else settings["momentum"]
+
+
+def _zero_on_devices_of(leaves: list[Any]) -> jax.Array:
+    """The first count. It uses a traced leaf, because jit drops the devices of unused arguments."""
+    zero = jnp.zeros((), jnp.int32)
+    for leaf in leaves[:1]:
+        if isinstance(leaf, jax.core.Tracer):
+            return jnp.where(False, jnp.sum(leaf).astype(jnp.int32), zero)
+    return zero
+
+
+def _working_dtype(state: PreconditionedState, grads: list[jax.Array]) -> Any:
+    """float32, or float64 where the state is; statistics have a dtype of their own."""
+    blocks = [x for batch in state.blocks.values() for key, x in batch.items() if key[:4] != "cov."]
+    arrays = [*jax.tree.leaves(state.mu), *blocks] or grads
+    return jnp.result_type(jnp.float32, *[array.dtype for array in arrays])
+
+
+def _step(
+    method: Method,
+    settings: Settings,
+    layout: TreeLayout,
+    place: Placement,
+    updates: Any,
+    state: PreconditionedState,
+) -> tuple[Any, PreconditionedState]:
+    """The directions of all leaves, and the state after this step."""
+    leaves, structure = jax.tree.flatten(updates)
+    dtype = _working_dtype(state, leaves)
+    settings = in_dtype(settings, dtype)
+    count = optax.safe_increment(state.count)
+    layers = LayerIndex(layout) if layout.batches else None
+
+    grads = place.spread(gather(place.replicate(leaves), layout, dtype))
+    stepped = {number for group in layout.groups for number in group.leaves}
+    adam_grads = {i: leaf.astype(dtype) for i, leaf in enumerate(leaves) if i not in stepped}
+    finite = _finite_layers(grads, adam_grads, layout, layers, place, method.squares)
+    skipped = state.skipped + ~finite
+    # a layer whose gradients were left out has younger moments than the others
+    steps = jnp.maximum(count - skipped, 1).astype(dtype)
+
+    blocks, directions, failed = dict(state.blocks), {}, jnp.int32(0)
+    if layers is not None:
+        live = place.spread(layers.rows(finite, False))
+        row_steps = place.spread(layers.rows(steps, 1))
+        shown = {}
+        for name, grad in grads.items():
+            grad = jnp.where(across(live[name], grad), grad, 0)
+            sizes = place.spread(jnp.asarray(layout.batches[name].sizes, dtype))
+            shown[name] = Gradients(grad, grad, row_steps[name], live[name], sizes)
+            shown[name], blocks[name] = _with_moment(method, shown[name], blocks[name], settings)
+        moments = {name: gradients.moment for name, gradients in shown.items()}
+        moments = method.prepare(moments, layers, place, settings)
+        for name, gradients in shown.items():
+            directions[name], blocks[name], failures = _batch_step(
+                method,
+                settings,
+                count,
+                gradients._replace(moment=moments[name]),
+                blocks[name],
+                chunked=place.axis is None,
+            )
+            failed += jnp.sum(failures, dtype=jnp.int32)
+        directions = method.finish(directions, layers, place, settings)
+        for name, gradients in shown.items():
+            directions[name], blocks[name] = _grafted(
+                directions[name], gradients, blocks[name], count, settings
+            )
+
+    results = scatter(place.replicate(directions), layout)
+    mu, nu = [], []
+    moments_of = zip(jax.tree.leaves(state.mu), jax.tree.leaves(state.nu), strict=True)
+    for number, grad in adam_grads.items():
+        of_leaf, lead = layout.layers[number], layout.leads[number]
+        fine = across(finite[of_leaf].reshape(lead), grad)
+        grad = jnp.where(fine, grad, 0)
+        old_mu, old_nu = next(moments_of)
+        direction, new_mu, new_nu = adam(
+            grad, old_mu, old_nu, steps[of_leaf].reshape(lead), settings
+        )
+        results[number] = jnp.where(fine, direction, 0)
+        mu.append(jnp.where(fine, new_mu, old_mu))
+        nu.append(jnp.where(fine, new_nu, old_nu))
+    result = [
+        place.home(results[i].reshape(leaf.shape).astype(leaf.dtype), i)
+        for i, leaf in enumerate(leaves)
+    ]
+    return jax.tree.unflatten(structure, result), PreconditionedState(
+        count,
+        skipped,
+        state.failed + failed,
+        jax.tree.unflatten(jax.tree.structure(state.mu), mu),
+        jax.tree.unflatten(jax.tree.structure(state.nu), nu),
+        place.spread(blocks),
+    )
+
+
+def _finite_layers(
+    grads: Arrays,
+    adam_grads: dict[int, jax.Array],
+    layout: TreeLayout,
+    layers: LayerIndex | None,
+    place: Placement,
+    squares: bool,
+) -> jax.Array:
+    """Which layers have a gradient that is finite, and where it is squared, has finite squares."""
+
+    def broken(x: jax.Array, lead: int = 1) -> jax.Array:
+        axes = tuple(range(lead, x.ndim))
+        size = jnp.sum(x * x, axis=axes) if squares else jnp.max(jnp.abs(x), axis=axes, initial=0)
+        return (~jnp.isfinite(size)).astype(jnp.int32)
+
+    bad = jnp.zeros(layout.layer_count, jnp.int32)
+    if layers is not None:
+        bad = layers.total(place.replicate({name: broken(x) for name, x in grads.items()}))
+    for number, grad in adam_grads.items():
+        of_leaf = place.replicate(broken(grad, len(layout.leads[number])))
+        bad = bad.at[layout.layers[number]].set(of_leaf.reshape(-1))
+    return bad == 0
+
+
+def _updated(state: State, changed: State, live: jax.Array) -> State:
+    """The state with what has changed of live blocks, in the dtype it is stored in."""
+    return (
+        state
+        | changed
+        | {
+            key: jnp.where(across(live, x), changed[key].astype(x.dtype), x)
+            for key, x in state.items()
+            if key in changed
+        }
+    )
+
+
+def _with_moment(
+    method: Method, shown: Gradients, state: State, settings: Settings
+) -> tuple[Gradients, State]:
+    """Add the first moment as the method, or the grafted one, wants it."""
+    if "momentum" not in state:
+        return shown, state
+    beta, stored = _first_beta(method, settings), state["momentum"].dtype
+    mean = _updated(
+        {"momentum": state["momentum"].astype(shown.grad.dtype)},
+        {"momentum": mixed(state["momentum"], shown.grad, beta)},
+        shown.live,
+    )["momentum"]
+    # from the masked mean, so that one pass reads the old one; before it is rounded for storage
+    moment = first_moment(
+        mean,
+        shown.grad,
+        beta,
+        settings["nesterov"] and not method.heavy_ball,
+        shown.step if method.debias or settings["graft"] else None,
+    )
+    return shown._replace(moment=moment), state | {"momentum": mean.astype(stored)}
+
+
+def _batch_step(
+    method: Method,
+    settings: Settings,
+    count: jax.Array,
+    gradients: Gradients,
+    state: State,
+    chunked: bool,
+) -> tuple[jax.Array, State, jax.Array]:
+    """The directions of a batch, its new state, and which of its refreshes failed. [B]"""
+    outside = {key: x for key, x in state.items() if key in ("momentum", "velocity", "graft")}
+
+    def work(shown: Gradients, before: State) -> tuple[tuple[jax.Array, jax.Array], State]:
+        # each change is masked where it is made: masked later, it would be computed twice
+        after = _updated(before, method.observe(shown, before, count, settings), shown.live)
+        after, failures = _refreshed(method, shown, after, count, settings)
+        direction, changed = method.direction(shown, after, count, settings)
+        after = _updated(after, changed, shown.live)
+        direction = jnp.where(across(shown.live, direction), direction, 0)
+        return (direction, failures), {key: after[key] for key in before}
+
+    inside = {key: x for key, x in state.items() if key not in outside}
+    (direction, failures), changed = (
+        in_chunks(work, gradients, inside) if chunked else work(gradients, inside)
+    )
+    return direction, outside | changed, failures
+
+
+def _refreshed(
+    method: Method, shown: Gradients, state: State, count: jax.Array, settings: Settings
+) -> tuple[State, jax.Array]:
+    """The state with new operators, if they are due, and which of them could not be made. [B]"""
+    none = jnp.zeros(len(shown.grad), bool)
+    operators = {key: x for key, x in state.items() if key.split(".")[0] in method.operator}
+    if not operators:
+        return state, none
+
+    def renew() -> tuple[State, jax.Array]:
+        fresh = method.refresh(shown, state, count, settings)
+        if not method.fallible:
+            return _updated(operators, method.install(fresh, state), shown.live), none
+        finite = [jnp.isfinite(x).all(axis=tuple(range(1, x.ndim))) for x in fresh.values()]
+        fine = jnp.stack(finite).all(axis=0)
+        # a block whose operators are not finite keeps those it has
+        fresh = _updated({key: state[key] for key in fresh}, fresh, fine & shown.live)
+        return _updated(operators, method.install(fresh, state), shown.live), ~fine & shown.live
+
+    now = refresh_due(count, settings)
+    changed, failures = (
+        renew() if now is True else jax.lax.cond(now, renew, lambda: (operators, none))
+    )
+    return state | changed, failures
+
+
+def _grafted(
+    direction: jax.Array, shown: Gradients, state: State, count: jax.Array, settings: Settings
+) -> tuple[jax.Array, State]:
+    """The direction at the step length of the grafted method, then with a heavy ball."""
+    if settings["graft"]:
+        simple, second = graft_direction(
+            shown.grad, shown.moment, state.get("graft"), shown.step, settings
+        )
+        # before the first refresh there is no operator, and the grafted method steps alone
+        first = jnp.where(settings["warmup"] > 0, 1, first_refresh(settings))
+        direction = jnp.where(count < first, simple, graft(direction, simple))
+        if second is not None:
+            state = _updated(state, {"graft": second}, shown.live)
+    if "velocity" in state:
+        direction, velocity = heavy_ball(state["velocity"], direction, settings)
+        state = _updated(state, {"velocity": velocity}, shown.live)
+        direction = jnp.where(across(shown.live, direction), direction, 0)
+    return direction, state
+
+
+def first_refresh(settings: Settings) -> Any:
+    return settings["every"] if settings["start"] is None else settings["start"]
+
+
+def refresh_due(count: jax.Array, settings: Settings) -> jax.Array | bool:
+    """Whether operators are refreshed in this step.
+
+    In each of the first `warmup` steps; then, counted from there, at start, start·2, start·4, …
+    below `every`, and at every multiple of it.
+    """
+    start, every, warmup = first_refresh(settings), settings["every"], settings["warmup"]
+    if isinstance(start, int) and isinstance(every, int) and start == every == 1:
+        return True
+    step = count - warmup
+    times = step // start
+    doubled = (step % start == 0) & (times & (times - 1) == 0)
+    later = jnp.where(step < every, doubled, step % every == 0)
+    return jnp.where(step <= start, step == start, later) | (step <= 0)

@@ -1,0 +1,471 @@
+"""Quad and Skew: whitened momentum, with Kronecker factors learned by matrix products only.
+
+P G = QlᵀQl · G · QrᵀQr; what a step computes is written down in docs/white_kron.md. In the state of
+a batch "factor.i" is Q of side i, a matrix or its diagonal, and "lipschitz.i" is L, which bounds
+its steps. Padding is zero in blocks and factors, and stays so.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple, Unpack
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from isokron.block_layout import Part
+from isokron.jax.blocks import Arrays, BlockBatch, BlockSplit, LayerIndex, Settings
+from isokron.jax.linalg import across, along, nonzero, norm_bound
+from isokron.jax.settings import (
+    Static,
+    WhiteKronSettings,
+    check_choice,
+    check_not_negative,
+    check_number,
+    is_zero,
+    settle,
+)
+from isokron.jax.sharding import Placement
+from isokron.jax.transform import (
+    Gradients,
+    Method,
+    State,
+    scale_by_preconditioned,
+    with_learning_rate,
+)
+from isokron.white_kron import (
+    ADAM_DIVISOR,
+    BALANCE_EVERY,
+    CLIP,
+    GROWTH_LIMIT,
+    PROBES,
+    SQUARE_LIMIT,
+    dense_sides,
+    factor_rate,
+    matrix_shape,
+    scramble,
+    uniform,
+)
+
+DTYPES = ("bfloat16", "float32", "float64")
+# the names in eformer's White-Kron and in other PSGD libraries
+ALIASES = {
+    "b1": "momentum",
+    "normalize_grads": "normalize",
+    "scanned_layers": "stacked",
+    "max_size_triangular": "max_size_dense",
+    "key": "seed",
+}
+
+
+def scale_by_quad(
+    *,
+    momentum: float = 0.95,
+    lr_style: str | None = "adam",
+    normalize: bool = False,
+    block_size: int | Static = Static(256),
+    preconditioner_lr: float = 0.7,
+    preconditioner_init_scale: float = 1.0,
+    noise_scale: float = 1e-9,
+    damping: float = 0.0,
+    every: int = 1,
+    apply: str = "new",
+    dtype: Any = None,
+    seed: Any = None,
+    **shared: Unpack[WhiteKronSettings],
+) -> optax.GradientTransformationExtraArgs:
+    """P μ̂ with P = Ql² ⊗ Qr², and Q ← MQM, M = I − plr/2L·(T − t₂I).
+
+    Args:
+        momentum: rate of the first moment μ.
+        lr_style: "adam" divides by 5, for learning rates that suit Adam; None does not.
+        normalize: whether μ̂ is divided by its norm, layer by layer.
+        block_size: matrices are cut into blocks of this size.
+        preconditioner_lr: learning rate of the factors, plr.
+        preconditioner_init_scale: of the first factors, a multiple of the identity.
+        noise_scale: of the noise that factors see, which bounds P where there is no gradient.
+        damping: the same, relative to the largest entry of a block.
+        every: steps from one update of the factors to the next.
+        apply: the direction of the "new" factors, or, with fewer products, of the "old" ones.
+        dtype: of momentum and factors: "bfloat16", "float32" or "float64"; None is float32, or
+            float64 where a parameter is.
+        seed: None takes fixed probes and noise; an integer or a JAX key draws them.
+        **shared: see WhiteKronSettings.
+    """
+    return scale_by_preconditioned(QUAD, _settled("Quad", locals()))
+
+
+def scale_by_skew(**settings: Any) -> optax.GradientTransformationExtraArgs:
+    """P μ̂ with P = QlᵀQl ⊗ QrᵀQr, and Q ← MQ, M = I − plr/L·(T − t₂I), then a Procrustes step.
+
+    Args:
+        **settings: those of scale_by_quad.
+    """
+    arguments = inspect.signature(scale_by_quad).bind(**settings)
+    arguments.apply_defaults()
+    return scale_by_preconditioned(SKEW, _settled("Skew", arguments.arguments))
+
+
+scale_by_skew.__signature__ = inspect.signature(scale_by_quad)  # type: ignore[attr-defined]
+quad = with_learning_rate(scale_by_quad)
+skew = with_learning_rate(scale_by_skew)
+
+
+def _settled(optimizer: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    settings = settle(optimizer, arguments, WhiteKronSettings, ALIASES)
+    check_choice("lr_style", settings["lr_style"], ("adam", None))
+    check_choice("apply", settings["apply"], ("new", "old"))
+    check_choice("normalize", settings["normalize"], (True, False))
+    rate, scale = settings["preconditioner_lr"], settings["preconditioner_init_scale"]
+    check_number("preconditioner_lr", rate, "in (0, 1]", lambda x: 0 < x <= 1)
+    check_number("preconditioner_init_scale", scale, "in (0, 1e6]", lambda x: 0 < x <= GROWTH_LIMIT)
+    for name in ("noise_scale", "damping", "preconditioner_lr_floor"):
+        check_not_negative(name, settings[name])
+    if settings["apply"] == "old" and not is_zero(settings["damping"]):
+        raise ValueError(
+            f"damping must be 0 with apply='old', which adds no noise, got "
+            f"{settings['damping']!r}; use apply='new'"
+        )
+    # eformer's "no leaf is stacked" is None
+    settings["stacked"] = 0 if settings["stacked"] is None else settings["stacked"]
+    return settings | {"state_dtype": _stored_dtype(settings["dtype"])}
+
+
+def _stored_dtype(dtype: Any) -> Any:
+    if dtype is None:
+        return None
+    try:
+        stored = jnp.dtype(dtype)
+    except TypeError:
+        stored = None
+    if stored is None or stored.name not in DTYPES:
+        raise ValueError(f"dtype must be one of {DTYPES} or None, got {dtype!r}")
+    if stored.name == "float64" and not jax.config.read("jax_enable_x64"):
+        raise ValueError(
+            "dtype 'float64' needs 64-bit JAX; call jax.config.update('jax_enable_x64', True) first"
+        )
+    return stored
+
+
+def _splits(shape: tuple[int, ...], settings: Settings) -> list[BlockSplit]:
+    """Vectors stay whole; matrices are cut, but for sides too long to have a dense factor."""
+    merged = matrix_shape(shape)
+    dense = dense_sides(merged, settings["max_size_dense"])
+    lengths = tuple(settings["block_size"] if full else None for full in dense)
+    return [BlockSplit(Part((), shape, merged), lengths, dense)]
+
+
+def _init(batch: BlockBatch, dtype: Any, settings: Settings) -> State:
+    """Q = scale·I in the dtype it is stored in, L = 0 in the one that is worked in."""
+    state = {}
+    for i, (size, dense) in enumerate(zip(batch.shape, batch.dense, strict=True)):
+        ones = jnp.arange(size) < jnp.asarray(batch.sizes[:, i : i + 1])  # [B, size]
+        factor = jnp.eye(size) * ones[:, None] if dense else ones
+        factor = settings["preconditioner_init_scale"] * factor
+        state[f"factor.{i}"] = factor.astype(settings["state_dtype"] or dtype)
+        state[f"lipschitz.{i}"] = jnp.zeros(batch.rows, dtype)
+    return state
+
+
+def _normalized(
+    moments: Arrays, layers: LayerIndex, place: Placement, settings: Settings
+) -> Arrays:
+    """μ̂/(‖μ̂‖ + 10⁻⁶), every layer by itself."""
+    if not settings["normalize"]:
+        return moments
+    scales = 1 / (layers.norms(moments, place.replicate) + 1e-6)
+    return layers.scaled(moments, scales, place.spread)
+
+
+def _clipped(
+    directions: Arrays, layers: LayerIndex, place: Placement, settings: Settings
+) -> Arrays:
+    """Every layer scaled to a root mean square of 1.1 at most, and divided."""
+    rms = layers.norms(directions, place.replicate) / jnp.sqrt(layers.entries)
+    divisor = ADAM_DIVISOR if settings["lr_style"] == "adam" else 1.0
+    scales = CLIP / jnp.maximum(rms, CLIP) / divisor
+    return layers.scaled(directions, scales.astype(rms.dtype), place.spread)
+
+
+class FactorStep(NamedTuple):
+    """How a method moves a factor: (Q, T, t₂, plr/L, …) → Q.
+
+    `dense`, of [B, n, n], takes T as a Gram, and a function that bounds ‖A‖₂; `diagonal`, of
+    [B, n], takes the diagonal of T.
+    """
+
+    dense: Callable[..., jax.Array]
+    diagonal: Callable[..., jax.Array]
+    symmetric: bool  # whether Q stays so
+
+
+class Gram(NamedTuple):
+    """T = WWᵀ, [B, n, n], and W, [B, n, k], where multiplying by it twice is cheaper, else None."""
+
+    matrix: jax.Array
+    root: jax.Array | None
+
+    def times(self, factor: jax.Array) -> jax.Array:
+        """T X"""
+        if self.root is None:
+            return jnp.einsum("bij,bjk->bik", self.matrix, factor)
+        inner = jnp.einsum("bjk,bji->bki", self.root, factor)
+        return jnp.einsum("bik,bkj->bij", self.root, inner)
+
+    def after(self, factor: jax.Array) -> jax.Array:
+        """X T"""
+        if self.root is None:
+            return jnp.einsum("bij,bjk->bik", factor, self.matrix)
+        inner = jnp.einsum("bij,bjk->bik", factor, self.root)
+        return jnp.einsum("bik,bjk->bij", inner, self.root)
+
+
+Bound = Callable[[jax.Array, jax.Array], jax.Array]  # (A, its scale) → ‖A‖₂ from below
+
+
+def quad_dense(
+    factor: jax.Array, gram: Gram, target: jax.Array, rate: jax.Array, bound: Bound
+) -> jax.Array:
+    """Q ← (P + Pᵀ)/2, P = MQM with M = I − z(T − t₂I), z = plr/2L. [B, n, n]"""
+    z = across(rate / 2, factor)
+    grow = 1 + z * across(target, factor)  # M X = (1 + z t₂) X − z T X
+    once = grow * factor - z * gram.times(factor)
+    twice = grow * once - z * gram.after(once)
+    return (twice + twice.mT) / 2
+
+
+def quad_diagonal(
+    factor: jax.Array, gram: jax.Array, target: jax.Array, rate: jax.Array
+) -> jax.Array:
+    """Q ← Q(1 − z(T − t₂))², z = plr/2L. [B, n]"""
+    return factor * jnp.square(1 - (rate / 2)[:, None] * (gram - target[:, None]))
+
+
+def skew_dense(
+    factor: jax.Array, gram: Gram, target: jax.Array, rate: jax.Array, bound: Bound
+) -> jax.Array:
+    """Q ← procrustes(MQ), M = I − z(T − t₂I), z = plr/L. [B, n, n]"""
+    z = across(rate, factor)
+    grow = 1 + z * across(target, factor)
+    return procrustes(grow * factor - z * gram.times(factor), bound)
+
+
+def skew_diagonal(
+    factor: jax.Array, gram: jax.Array, target: jax.Array, rate: jax.Array
+) -> jax.Array:
+    """Q ← Q(1 − z(T − t₂)), z = plr/L. [B, n]"""
+    return factor * (1 - rate[:, None] * (gram - target[:, None]))
+
+
+def procrustes(factor: jax.Array, bound: Bound) -> jax.Array:
+    """Q ← Q + a(RQ + ½aRRQ), R = (Qᵀ − Q)/max|Qᵀ − Q|: turns Q toward symmetric positive.
+
+    a = (1/8)/‖R‖, and no more than −tr(RQ)/tr(RRQ), where the trace of Q is largest. [B, n, n]
+    """
+    generator = factor.mT - factor
+    top = jnp.max(jnp.abs(generator), axis=(1, 2))
+    generator = generator / across(nonzero(top), generator)
+    turned = jnp.einsum("bij,bjk->bik", generator, factor)
+    twice = jnp.einsum("bij,bjk->bik", generator, turned)
+    # tr(RX) = Σ Rᵢⱼ Xⱼᵢ and Rᵢⱼ = −Rⱼᵢ
+    slope = -jnp.sum(generator * factor, axis=(1, 2))
+    bend = -jnp.sum(generator * turned, axis=(1, 2))
+    angle = 1 / (8 * nonzero(bound(generator, jnp.ones_like(top))))
+    angle = jnp.where(bend < 0, jnp.minimum(angle, slope / jnp.where(bend < 0, -bend, 1)), angle)
+    angle = across(jnp.where(slope > 0, angle, 0), factor)
+    return factor + angle * (turned + angle / 2 * twice)
+
+
+def balance(left: jax.Array, right: jax.Array) -> jax.Array:
+    """What to multiply Ql by, and divide Qr by, so that max|Ql| = max|Qr| and P stays. [B]"""
+    sizes = [jnp.max(jnp.abs(x), axis=tuple(range(1, x.ndim))) for x in (left, right)]
+    positive = (sizes[0] > 0) & (sizes[1] > 0)
+    return jnp.sqrt(jnp.where(positive, sizes[1] / nonzero(sizes[0]), 1))
+
+
+def whiten(blocks: jax.Array, factors: list[jax.Array], symmetric: bool) -> jax.Array:
+    """P G. [B, m, n] or [B, n]. A symmetric Q is its own transpose, whose products are quicker."""
+    for side, factor in enumerate(factors):
+        if factor.ndim == 2:
+            blocks = blocks * along(jnp.square(factor), blocks, side)
+        elif side == 0:
+            blocks = jnp.einsum("bij,bjn->bin", factor, blocks)
+            blocks = jnp.einsum("bij,bjn->bin" if symmetric else "bji,bjn->bin", factor, blocks)
+        else:
+            blocks = jnp.einsum("bmj,bjk->bmk" if symmetric else "bmj,bkj->bmk", blocks, factor)
+            blocks = jnp.einsum("bmj,bjk->bmk", blocks, factor)
+    return blocks
+
+
+def fixed_numbers(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Numbers of mean square 1 that are the same on every device, of full rank. [m, n] or [n]"""
+    # from integers, because cosines and the like take long to compile
+    row = jnp.arange(shape[0], dtype=jnp.uint32)[:, None] if len(shape) == 2 else jnp.uint32(0)
+    bits = scramble(row, jnp.arange(shape[-1], dtype=jnp.uint32))
+    return uniform(bits.astype(dtype))
+
+
+def _numbers(shape: tuple[int, ...], seed: Any, count: jax.Array, dtype: Any) -> jax.Array:
+    """Fixed numbers, or normal ones drawn from a seed or a key and the step."""
+    if seed is None:
+        return fixed_numbers(shape, dtype)
+    is_key = isinstance(seed, jax.Array) and (
+        seed.ndim == 1 or jnp.issubdtype(seed.dtype, jax.dtypes.prng_key)
+    )
+    key = jax.random.fold_in(seed if is_key else jax.random.key(seed), count)
+    return jax.random.normal(jax.random.fold_in(key, shape[-1]), shape, dtype)
+
+
+def _noisy(blocks: jax.Array, count: jax.Array, settings: Settings) -> jax.Array:
+    """G + noise, so that what is never observed has a scale too."""
+    scale, damping = settings["noise_scale"], settings["damping"]
+    if is_zero(scale) and is_zero(damping):
+        return blocks
+    if not is_zero(damping):
+        largest = jnp.max(jnp.abs(blocks), axis=tuple(range(1, blocks.ndim)), keepdims=True)
+        scale = scale + damping * largest
+    return blocks + scale * _numbers(blocks.shape[1:], settings["seed"], count, blocks.dtype)
+
+
+def _growth_limit(sides: int, settings: Settings) -> Any:
+    """The largest entry of Q. With "old" factors noise would be in the direction, and a parameter
+    without gradients would drift: there P is limited to 1/noise_scale, as noise would."""
+    if settings["apply"] == "new" or is_zero(settings["noise_scale"]):
+        return GROWTH_LIMIT
+    floor = jnp.maximum(jnp.asarray(settings["noise_scale"], jnp.float32), 1e-30)
+    return jnp.minimum(GROWTH_LIMIT, floor ** (-0.5 / sides))
+
+
+def _balance_due(count: jax.Array, settings: Settings) -> jax.Array:
+    """At every hundredth step, or the first update after it."""
+    last = count - jnp.where(count <= settings["warmup"], 1, settings["every"])
+    return count // BALANCE_EVERY != jnp.maximum(last, 0) // BALANCE_EVERY
+
+
+def _factors(state: State) -> list[jax.Array]:
+    """Q of every side in the dtype that is worked in, which is that of L."""
+    sides = sum(key.startswith("factor.") for key in state)
+    return [state[f"factor.{i}"].astype(state[f"lipschitz.{i}"].dtype) for i in range(sides)]
+
+
+def _method(step: FactorStep) -> Method:
+    def observe(shown: Gradients, state: State, count: jax.Array, settings: Settings) -> State:
+        if settings["apply"] == "new":
+            return {}
+        return {"white": whiten(shown.moment, _factors(state), step.symmetric)}
+
+    def refresh(shown: Gradients, state: State, count: jax.Array, settings: Settings) -> State:
+        factors = _factors(state)
+        if settings["apply"] == "new":
+            white = whiten(_noisy(shown.moment, count, settings), factors, step.symmetric)
+        else:
+            white = state["white"]
+        return _learned(step, white, shown.sizes, factors, state, count, settings)
+
+    def direction(
+        shown: Gradients, state: State, count: jax.Array, settings: Settings
+    ) -> tuple[jax.Array, State]:
+        if settings["apply"] == "old":
+            return state["white"], {}
+        return whiten(shown.moment, _factors(state), step.symmetric), {}
+
+    return Method(
+        init=_init,
+        direction=direction,
+        observe=observe,
+        refresh=refresh,
+        splits=_splits,
+        prepare=_normalized,
+        finish=_clipped,
+        operator=("factor", "lipschitz"),
+        padded=True,
+        heavy_ball=False,
+        squares=False,
+        fallible=False,
+    )
+
+
+def _learned(
+    step: FactorStep,
+    white: jax.Array,
+    sizes: jax.Array,
+    factors: list[jax.Array],
+    state: State,
+    count: jax.Array,
+    settings: Settings,
+) -> State:
+    """Factors after one step on the blocks PG; blocks that are zero teach nothing.
+
+    T = WWᵀ with W = PG, t₂ = n on the left; W = (PG)ᵀ, t₂ = m on the right.
+    """
+    largest = jnp.max(jnp.abs(white), axis=tuple(range(1, white.ndim)))
+    shown = largest > 0
+    # so that the squares of whatever is finite are finite
+    white = white * across(SQUARE_LIMIT / jnp.maximum(largest, SQUARE_LIMIT), white)
+    largest = jnp.minimum(largest, SQUARE_LIMIT)
+    white = white if white.ndim == 3 else white[:, :, None]
+    rate = factor_rate(
+        count.astype(white.dtype),
+        settings["preconditioner_lr"],
+        settings["preconditioner_lr_floor"],
+        minimum=jnp.minimum,
+        maximum=jnp.maximum,
+    )
+    limit = _growth_limit(len(factors), settings)
+    # P does not see the balance, so it may as well come after the step as before
+    scale = jnp.ones_like(largest)
+    if len(factors) == 2:
+        scale = jnp.where(_balance_due(count, settings), balance(*factors), 1)
+    learned = {}
+    for i, factor in enumerate(factors):
+        target = sizes[:, 1 - i] if len(factors) == 2 else jnp.ones_like(largest)
+        turned = white if i == 0 else white.mT
+        new, lipschitz = _side_step(
+            step,
+            factor,
+            state[f"lipschitz.{i}"],
+            turned,
+            largest,
+            sizes[:, i],
+            target,
+            rate,
+            lambda size: _numbers((PROBES, size), settings["seed"], count, white.dtype),
+        )
+        new = jnp.clip(new, -limit, limit) * across(scale if i == 0 else 1 / scale, new)
+        learned[f"factor.{i}"] = jnp.where(across(shown, new), new, factor)
+        learned[f"lipschitz.{i}"] = jnp.where(shown, lipschitz, state[f"lipschitz.{i}"])
+    return learned
+
+
+def _side_step(
+    step: FactorStep,
+    factor: jax.Array,
+    lipschitz: jax.Array,
+    white: jax.Array,
+    largest: jax.Array,
+    size: jax.Array,
+    target: jax.Array,
+    rate: jax.Array,
+    probes: Callable[[int], jax.Array],
+) -> tuple[jax.Array, jax.Array]:
+    """ℓ = ‖T‖₂ + t₂, L ← max(0.95L + 0.05ℓ, ℓ), then a step of length plr/L: the new Q and L."""
+
+    def smoothed(steepness: jax.Array) -> jax.Array:
+        return jnp.maximum(0.95 * lipschitz + 0.05 * steepness, steepness)
+
+    if factor.ndim == 2:
+        diagonal = jnp.sum(jnp.square(white), axis=2)
+        lipschitz = smoothed(jnp.max(diagonal, axis=1) + target)
+        return step.diagonal(factor, diagonal, target, rate / lipschitz), lipschitz
+    n, k = white.shape[1:]
+    gram = Gram(jnp.einsum("bik,bjk->bij", white, white), white if 2 * k < n else None)
+
+    def bound(matrix: jax.Array, scale: jax.Array) -> jax.Array:
+        return norm_bound(matrix, scale, probes(n), size)
+
+    lipschitz = smoothed(bound(gram.matrix, jnp.square(largest)) + target)
+    return step.dense(factor, gram, target, rate / lipschitz, bound), lipschitz
+
+
+QUAD = _method(FactorStep(quad_dense, quad_diagonal, symmetric=True))
+SKEW = _method(FactorStep(skew_dense, skew_diagonal, symmetric=False))
