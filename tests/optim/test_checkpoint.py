@@ -121,6 +121,18 @@ def test_the_state_is_changed_in_place_and_reset_by_clearing_it() -> None:
     assert optimizer.state_dict()["state"][0]["step"] == 1
 
 
+def test_other_keys_of_a_group_do_not_lay_blocks_out_anew() -> None:
+    weight = nn.Parameter(torch.zeros(4, 4))
+    optimizer = isokron.Muon([weight])
+    addresses = set()
+    for step in range(3):
+        optimizer.param_groups[0]["my_counter"] = step
+        weight.grad = torch.eye(4)
+        optimizer.step()
+        addresses.add(optimizer.state[weight]["momentum.0"].data_ptr())
+    assert len(addresses) == 1
+
+
 def test_settings_changed_in_mid_training_take_effect() -> None:
     model = net()
     optimizer = isokron.SignDescent(model.named_parameters(), momentum=0.0)

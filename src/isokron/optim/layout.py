@@ -1,6 +1,6 @@
 """Which parameters of a group are in which batch of blocks, and which go to AdamW."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -133,6 +133,7 @@ def build_layout(
     min_dtype: torch.dtype | None,
     by_layer: bool,
     work: str,
+    keys: Iterable[str],
     loads: Loads | None = None,
 ) -> GroupLayout:
     """Batches of equal blocks of what the method takes, and lists for AdamW of the rest.
@@ -146,6 +147,7 @@ def build_layout(
         min_dtype: the least precision of the method's state.
         by_layer: whether blocks of one layer have one owner and are in one wave.
         work: how directions are found, by which blocks are given to ranks: see `block_cost`.
+        keys: the optimizer's settings; what else a user keeps in a group changes nothing.
         loads: the work that ranks have for the groups before.
     """
     rows: dict[Kind, list[BatchRow]] = {}
@@ -181,7 +183,7 @@ def build_layout(
     stepped = [p for p in group["params"] if p.numel() and all(p is not q for q in idle)]
     layout = GroupLayout(
         list(group["params"]),
-        layout_settings(group),
+        layout_settings(group, keys),
         idle,
         waves,
         list(_adamw_lists(lists.values(), places, group)),

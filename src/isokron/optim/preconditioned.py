@@ -290,6 +290,7 @@ class Preconditioned(torch.optim.Optimizer):
             min_dtype=torch.float32 if self._refreshes() else None,
             by_layer=type(self).directions is not Preconditioned.directions,
             work=self.work(group),
+            keys=self.defaults,
             loads=loads,
         )
         for batch in layout.batches:
@@ -541,7 +542,7 @@ def _holds(layout: GroupLayout, group: Group) -> bool:
     return (
         len(layout.params) == len(params)
         and all(map(is_, layout.params, params))
-        and layout.settings == layout_settings(group)
+        and layout.settings == layout_settings(group, layout.settings)
         and all(param.grad is None for param in layout.idle)
     )
 

@@ -143,8 +143,8 @@ def refresh_delay(group: Mapping[str, Any]) -> int:
     return 0 if isinstance(group["refresh"], str) else group["refresh"]
 
 
-def layout_settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that blocks and the form of the state depend on.
+def layout_settings(group: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    """The settings among `keys` that blocks and the form of the state depend on.
 
     Of numbers such as decay rates, which schedules change, only whether they are above 0.
     """
@@ -156,7 +156,7 @@ def layout_settings(group: Mapping[str, Any]) -> dict[str, Any]:
             return None
         return value > 0 if isinstance(value, float) else value
 
-    return {key: form(value) for key, value in group.items() if key not in NO_LAYOUT}
+    return {key: form(group[key]) for key in keys if key not in NO_LAYOUT}
 
 
 def param_name(group: Mapping[str, Any], i: int) -> str:
