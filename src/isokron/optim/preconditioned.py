@@ -445,7 +445,10 @@ class Preconditioned(torch.optim.Optimizer):
         torch.distributed.checkpoint saves and reshards; `full_state_dict` makes them plain.
         """
         packed = self._packed()
-        if not self.state or not self._is_shared():
+        batches = [batch for layout in self._layouts for batch in layout.batches]
+        blocks = any(batch.exchange is not None for batch in batches)
+        # AdamW's state of sharded parameters is sharded as they are: nothing to exchange
+        if not self.state or not (blocks or self._agreement.ranks):
             return packed
         self._agree_on_state({})
         numbers = self._numbers()
