@@ -23,7 +23,7 @@ Settings = Mapping[str, Any]
 
 # Blocks are padded with zeros to the shape of a larger batch while all padding together costs at
 # most this share of a step's work: every batch has a program of its own, which must be compiled.
-PADDING = 0.01
+PADDING = 0.05
 # Entries of the largest array of a chunk. A step multiplies the same blocks many times, and out of
 # the cache that takes about a quarter less time than out of memory.
 CACHE_ENTRIES = 1 << 18
@@ -60,6 +60,7 @@ class BlockGrid(NamedTuple):
     first: int  # its first row there
     part: Part
     grid: Grid
+    swapped: bool  # whether blocks are transposed there
 
 
 class LeafGroup(NamedTuple):
@@ -122,74 +123,114 @@ def tree_layout(
         tree: of arrays, or of anything that has a shape and a dtype.
         settings: of the optimizer.
         splits: how the method cuts a layer of a given shape; nothing for leaves it does not step.
-        padded: whether blocks may be padded to share a batch.
+        padded: whether blocks may be transposed and padded to share a batch.
         multiple: batches are padded to a multiple of this number of blocks.
     """
-    stacked = values_by_path("stacked", tree, settings["stacked"])
-    members: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-    names: dict[tuple[int, ...], str] = {}
-    leads = []
-    leaves = jax.tree.leaves_with_path(tree)
-    for number, ((path, array), lead) in enumerate(zip(leaves, stacked, strict=True)):
-        name = jax.tree_util.keystr(path)
-        lead = _checked_lead(name, array, lead, settings["optimizer"])
-        shape = tuple(array.shape[lead:])
-        leads.append(tuple(array.shape[:lead]))
-        if 0 not in array.shape:
-            members.setdefault(shape, []).append((number, math.prod(leads[-1])))
-            names.setdefault(shape, name)
+    members, leads = _leaves_by_shape(tree, settings)
     ends = list(itertools.accumulate(map(math.prod, leads), initial=0))
-    layers = tuple(slice(*pair) for pair in itertools.pairwise(ends))
+    numbers = {
+        shape: np.concatenate([np.arange(ends[i], ends[i + 1]) for i in leaves])
+        for shape, leaves in members.items()
+    }
+    parts = {
+        shape: _checked_splits(tree, i[0], shape, settings, splits) for shape, i in members.items()
+    }
+    grids = [
+        (shape, split.part, grid, *_kind(grid, split, padded))
+        for shape in members
+        for split in parts[shape]
+        for grid in cut_grids(split.part.merged, split.lengths)
+    ]
+    counts: dict[Kind, int] = {}
+    for shape, _, grid, kind, _ in grids:
+        counts[kind] = counts.get(kind, 0) + len(numbers[shape]) * math.prod(grid.counts)
+    targets = _shared_shapes(counts) if padded else {kind: kind for kind in counts}
 
-    cuts = {}  # by the shape of a layer
-    rows: dict[Kind, int] = {}
-    for shape, group in members.items():
-        try:
-            cuts[shape] = splits(shape, settings)
-        except ValueError as error:
-            raise ValueError(
-                f"{settings['optimizer']}: leaf {names[shape]}: {error}, or give it a "
-                "transformation of its own with optax.multi_transform"
-            ) from None
-        for split in cuts[shape]:
-            for grid in cut_grids(split.part.merged, split.lengths):
-                kind = grid.shape, split.dense
-                count = math.prod(grid.counts) * sum(layers for _, layers in group)
-                rows[kind] = rows.get(kind, 0) + count
-    targets = _shared_shapes(rows) if padded else {kind: kind for kind in rows}
-    kinds = {batch_name(*kind): kind for kind in targets.values()}
-    sizes: dict[str, list[np.ndarray]] = {name: [] for name in sorted(kinds)}
-    row_layers: dict[str, list[np.ndarray]] = {name: [] for name in sizes}
-    groups = []
-    for shape, group in members.items():
-        group_layers = np.concatenate([np.arange(ends[i], ends[i + 1]) for i, _ in group])
-        grids = []
-        for split in cuts[shape]:
-            for grid in cut_grids(split.part.merged, split.lengths):
-                kind = grid.shape, split.dense
-                name = batch_name(*targets[kind])
-                first = sum(map(len, row_layers[name]))
-                row_layers[name].append(np.repeat(group_layers, math.prod(grid.counts)))
-                sizes[name].append(np.tile(kind[0], (len(row_layers[name][-1]), 1)))
-                grids.append(BlockGrid(name, first, split.part, grid))
-        if grids:
-            numbers, counts = zip(*group, strict=True)
-            parts = tuple(split.part for split in cuts[shape])
-            groups.append(LeafGroup(numbers, counts, shape, parts, tuple(grids)))
+    sizes: dict[Kind, list[np.ndarray]] = {kind: [] for kind in targets.values()}
+    layers: dict[Kind, list[np.ndarray]] = {kind: [] for kind in sizes}
+    placed: dict[tuple[int, ...], list[BlockGrid]] = {shape: [] for shape in members}
+    for shape, part, grid, kind, swapped in grids:
+        batch = targets[kind]
+        first = sum(map(len, layers[batch]))
+        placed[shape].append(BlockGrid(batch_name(*batch), first, part, grid, swapped))
+        layers[batch].append(np.repeat(numbers[shape], math.prod(grid.counts)))
+        sizes[batch].append(np.tile(kind[0], (len(layers[batch][-1]), 1)))
     batches = {}
-    for name in sizes:
-        spare = -sum(map(len, row_layers[name])) % multiple
-        batches[name] = BlockBatch(
-            *kinds[name],
-            np.concatenate([*sizes[name], np.tile(kinds[name][0], (spare, 1))]),
-            np.concatenate([*row_layers[name], np.full(spare, ends[-1])]),
+    for kind in sorted(sizes, key=lambda kind: batch_name(*kind)):
+        spare = -sum(map(len, layers[kind])) % multiple
+        batches[batch_name(*kind)] = BlockBatch(
+            *kind,
+            np.concatenate([*sizes[kind], np.tile(kind[0], (spare, 1))]),
+            np.concatenate([*layers[kind], np.full(spare, ends[-1])]),
         )
-    return TreeLayout(tuple(groups), batches, layers, tuple(leads))
+    groups = [
+        LeafGroup(
+            tuple(leaves),
+            tuple(math.prod(leads[i]) for i in leaves),
+            shape,
+            tuple(split.part for split in parts[shape]),
+            tuple(placed[shape]),
+        )
+        for shape, leaves in members.items()
+        if placed[shape]
+    ]
+    slices = tuple(slice(*pair) for pair in itertools.pairwise(ends))
+    return TreeLayout(tuple(groups), batches, slices, tuple(leads))
+
+
+def _leaves_by_shape(
+    tree: Any, settings: Settings
+) -> tuple[dict[tuple[int, ...], list[int]], list[tuple[int, ...]]]:
+    """Numbers of the leaves by the shape of a layer, and the leading dimensions of each leaf."""
+    members: dict[tuple[int, ...], list[int]] = {}
+    leads = []
+    stacked = values_by_path("stacked", tree, settings["stacked"])
+    for number, (path, leaf) in enumerate(jax.tree.leaves_with_path(tree)):
+        name, optimizer, lead = jax.tree_util.keystr(path), settings["optimizer"], stacked[number]
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise ValueError(
+                f"{optimizer} needs real floating-point leaves, {name} is {leaf.dtype}; leave it "
+                "out with optax.masked or optax.multi_transform"
+            )
+        # flags of leaves that stack layers on axis 0 are integers too
+        if not isinstance(lead, int) or not 0 <= lead <= len(leaf.shape):
+            raise ValueError(
+                f"{optimizer}: stacked must be an integer from 0 to {len(leaf.shape)} for {name} "
+                f"of shape {tuple(leaf.shape)}, got {lead!r}"
+            )
+        leads.append(tuple(leaf.shape[:lead]))
+        if 0 not in leaf.shape:
+            members.setdefault(tuple(leaf.shape[lead:]), []).append(number)
+    return members, leads
+
+
+def _checked_splits(
+    tree: Any,
+    number: int,
+    shape: tuple[int, ...],
+    settings: Settings,
+    splits: Callable[[tuple[int, ...], Settings], list[BlockSplit]],
+) -> list[BlockSplit]:
+    try:
+        return splits(shape, settings)
+    except ValueError as error:
+        name = jax.tree_util.keystr(jax.tree.leaves_with_path(tree)[number][0])
+        raise ValueError(
+            f"{settings['optimizer']}: leaf {name}: {error}, or give it a transformation of its "
+            "own with optax.multi_transform"
+        ) from None
 
 
 def batch_name(shape: Sequence[int], dense: Sequence[bool]) -> str:
     """ "256x64"; a diagonal side has a d: "40000dx64", "768d"."""
     return "x".join(f"{n}{'' if full else 'd'}" for n, full in zip(shape, dense, strict=True))
+
+
+def _kind(grid: Grid, split: BlockSplit, padded: bool) -> tuple[Kind, bool]:
+    """The kind of a grid's blocks; where they may be padded, wide blocks are transposed."""
+    if padded and len(grid.shape) == 2 and grid.shape[0] < grid.shape[1]:
+        return (grid.shape[::-1], split.dense[::-1]), True
+    return (grid.shape, split.dense), False
 
 
 def _shared_shapes(rows: dict[Kind, int]) -> dict[Kind, Kind]:
@@ -266,6 +307,7 @@ def _cut(stack: jax.Array, place: BlockGrid, shape: tuple[int, ...]) -> jax.Arra
     counted = range(1, len(pairs), 2)
     cells = cells.transpose(0, *counted, *(axis + 1 for axis in counted))
     blocks = cells.reshape(-1, *grid.shape)
+    blocks = blocks.swapaxes(1, 2) if place.swapped else blocks
     if blocks.shape[1:] == shape:
         return blocks
     spare = [(0, full - size) for full, size in zip(shape, blocks.shape[1:], strict=True)]
@@ -276,7 +318,9 @@ def _region(batch: jax.Array, place: BlockGrid, layers: int) -> jax.Array:
     """The inverse of _cut: what the grid covers of every layer. [layers, ...]"""
     grid, order = place.grid, len(place.grid.shape)
     rows = slice(place.first, place.first + layers * math.prod(grid.counts))
-    blocks = batch[(rows, *map(slice, grid.shape))]
+    sizes = grid.shape[::-1] if place.swapped else grid.shape
+    blocks = batch[(rows, *map(slice, sizes))]
+    blocks = blocks.swapaxes(1, 2) if place.swapped else blocks
     cells = blocks.reshape(layers, *grid.counts, *grid.shape)
     cells = cells.transpose(0, *(axis for i in range(1, order + 1) for axis in (i, i + order)))
     return cells.reshape(layers, *map(math.prod, zip(grid.counts, grid.shape, strict=True)))
@@ -299,47 +343,37 @@ def _joined(arrays: list[jax.Array], axis: int) -> jax.Array:
     return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays, axis=axis)
 
 
-def _checked_lead(name: str, leaf: Any, stacked: Any, optimizer: str) -> int:
-    """How many dimensions of a leaf count layers; True and False, which are flags, are 1 and 0."""
-    if not jnp.issubdtype(leaf.dtype, jnp.floating):
-        raise ValueError(
-            f"{optimizer} needs real floating-point leaves, {name} is {leaf.dtype}; leave it out "
-            "with optax.masked or optax.multi_transform"
-        )
-    if not isinstance(stacked, (bool, int)) or not 0 <= stacked <= len(leaf.shape):
-        raise ValueError(
-            f"{optimizer}: stacked must be an integer from 0 to {len(leaf.shape)} for {name} of "
-            f"shape {tuple(leaf.shape)}, got {stacked!r}"
-        )
-    return int(stacked)
-
-
 class LayerIndex:
     """Reductions over all blocks of a layer, whichever batches they are in."""
 
     def __init__(self, layout: TreeLayout) -> None:
-        self.count = layout.layer_count
-        self.names = list(layout.batches)
+        self.layout, self.names = layout, list(layout.batches)
         batches = layout.batches.values()
         self.ends = np.cumsum([batch.rows for batch in batches])
-        self.of_row = np.concatenate([batch.layers for batch in batches])
-        sizes = np.concatenate([batch.sizes.prod(axis=1) for batch in batches])
-        self.entries = np.maximum(np.bincount(self.of_row, sizes, self.count + 1)[:-1], 1)
+        self.of_row = np.array([i for batch in batches for i in batch.layers], dtype=np.int32)
+        entries = np.zeros(layout.layer_count + 1)
+        for batch in batches:
+            np.add.at(entries, batch.layers, batch.sizes.prod(axis=1))
+        self.entries = np.maximum(entries[:-1], 1)
 
     def largest(self, rows: Arrays) -> jax.Array:
         """The largest value of all blocks of a layer, at least 0. [layers]"""
         values = self._joined(rows)
-        return jnp.zeros(self.count + 1, values.dtype).at[self.of_row].max(values)[:-1]
+        return jnp.zeros(self.layout.layer_count + 1, values.dtype).at[self.of_row].max(values)[:-1]
 
     def total(self, rows: Arrays) -> jax.Array:
         """The sum over all blocks of a layer. [layers]"""
         values = self._joined(rows)
-        return jnp.zeros(self.count + 1, values.dtype).at[self.of_row].add(values)[:-1]
+        return jnp.zeros(self.layout.layer_count + 1, values.dtype).at[self.of_row].add(values)[:-1]
 
     def rows(self, values: jax.Array, padding: Any) -> Arrays:
         """The value of each block's layer; `padding` for blocks that only fill a batch."""
         padded = jnp.append(values, jnp.asarray(padding, values.dtype))[self.of_row]
-        return dict(zip(self.names, jnp.split(padded, self.ends[:-1]), strict=True))
+        starts = [0, *self.ends]
+        return {
+            name: padded[start:end]
+            for name, (start, end) in zip(self.names, itertools.pairwise(starts), strict=True)
+        }
 
     def norms(self, batches: Arrays, replicate: Callable[[Any], Any]) -> jax.Array:
         """‖x‖ of every layer. `replicate`: see sharding.Placement. [layers]"""
@@ -358,47 +392,17 @@ class LayerIndex:
         return {name: blocks * across(of_rows[name], blocks) for name, blocks in batches.items()}
 
     def _joined(self, rows: Arrays) -> jax.Array:
-        return jnp.concatenate([rows[name] for name in self.names])
+        values = [rows[name] for name in self.names]
+        return jnp.concatenate(values) if values else jnp.zeros(0, jnp.int32)
 
 
 def chunk_rows(rows: int, entries: int) -> int:
     """How many of the blocks, of so many entries each, to work on at a time.
 
-    A divisor that about fills the cache, if there is one. All blocks on a GPU or TPU, which a loop
-    would leave idle.
+    All of them on a GPU or TPU, which a loop would leave idle.
     """
     fit = max(1, CACHE_ENTRIES // max(1, entries))
     if fit >= rows or jax.default_backend() != "cpu":
         return rows
-    return next((size for size in range(fit, max(1, fit // 4), -1) if rows % size == 0), fit)
-
-
-def in_chunks(function: Callable[[Any, Any], tuple[Any, Any]], inputs: Any, state: Any) -> Any:
-    """function(inputs, state) → outputs, state; as many blocks at a time as the cache holds.
-
-    All arrays have blocks first. The state is updated in place.
-    """
-    rows = len(jax.tree.leaves(inputs)[0])
-    entries = max(math.prod(array.shape[1:]) for array in jax.tree.leaves((inputs, state)))
-    size = chunk_rows(rows, entries)
-    if size == rows:
-        return function(inputs, state)
-
-    def work(start: Any, size: int, carry: Any) -> Any:
-        def sliced(x: jax.Array) -> jax.Array:
-            return jax.lax.dynamic_slice_in_dim(x, start, size)
-
-        results = function(jax.tree.map(sliced, inputs), jax.tree.map(sliced, carry[1]))
-        return jax.tree.map(
-            lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, start, 0),
-            carry,
-            results,
-        )
-
-    shapes, _ = jax.eval_shape(function, inputs, state)
-    outputs = jax.tree.map(lambda x: jax.lax.empty(x.shape, x.dtype), shapes)
-    chunks, remainder = divmod(rows, size)
-    carry = jax.lax.fori_loop(
-        0, chunks, lambda i, carry: work(i * size, size, carry), (outputs, state)
-    )
-    return work(chunks * size, remainder, carry) if remainder else carry
+    # every chunk costs about half a block more than its blocks, and the last one may overlap others
+    return min(range(fit, 0, -1), key=lambda size: -(-rows // size) * (size + 0.5))

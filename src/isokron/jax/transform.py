@@ -21,8 +21,8 @@ from isokron.jax.blocks import (
     LayerIndex,
     Settings,
     TreeLayout,
+    chunk_rows,
     gather,
-    in_chunks,
     matrix_splits,
     scatter,
     tree_layout,
@@ -240,77 +240,101 @@ def _step(
     dtype = _working_dtype(state, leaves)
     settings = in_dtype(settings, dtype)
     count = optax.safe_increment(state.count)
-    layers = LayerIndex(layout) if layout.batches else None
+    layers = LayerIndex(layout)
 
     grads = place.spread(gather(place.replicate(leaves), layout, dtype))
     stepped = {number for group in layout.groups for number in group.leaves}
     adam_grads = {i: leaf.astype(dtype) for i, leaf in enumerate(leaves) if i not in stepped}
-    finite = _finite_layers(grads, adam_grads, layout, layers, place, method.squares)
+    finite = _finite_layers(grads, adam_grads, layers, place, method.squares)
     skipped = state.skipped + ~finite
     # a layer whose gradients were left out has younger moments than the others
     steps = jnp.maximum(count - skipped, 1).astype(dtype)
 
-    blocks, directions, failed = dict(state.blocks), {}, jnp.int32(0)
-    if layers is not None:
-        live = place.spread(layers.rows(finite, False))
-        row_steps = place.spread(layers.rows(steps, 1))
-        shown = {}
-        for name, grad in grads.items():
-            grad = jnp.where(across(live[name], grad), grad, 0)
-            sizes = place.spread(jnp.asarray(layout.batches[name].sizes, dtype))
-            shown[name] = Gradients(grad, grad, row_steps[name], live[name], sizes)
-            shown[name], blocks[name] = _with_moment(method, shown[name], blocks[name], settings)
-        moments = {name: gradients.moment for name, gradients in shown.items()}
-        moments = method.prepare(moments, layers, place, settings)
-        for name, gradients in shown.items():
-            directions[name], blocks[name], failures = _batch_step(
-                method,
-                settings,
-                count,
-                gradients._replace(moment=moments[name]),
-                blocks[name],
-                chunked=place.axis is None,
-            )
-            failed += jnp.sum(failures, dtype=jnp.int32)
-        directions = method.finish(directions, layers, place, settings)
-        for name, gradients in shown.items():
-            directions[name], blocks[name] = _grafted(
-                directions[name], gradients, blocks[name], count, settings
-            )
-
-    results = scatter(place.replicate(directions), layout)
-    mu, nu = [], []
-    moments_of = zip(jax.tree.leaves(state.mu), jax.tree.leaves(state.nu), strict=True)
-    for number, grad in adam_grads.items():
-        of_leaf, lead = layout.layers[number], layout.leads[number]
-        fine = across(finite[of_leaf].reshape(lead), grad)
-        grad = jnp.where(fine, grad, 0)
-        old_mu, old_nu = next(moments_of)
-        direction, new_mu, new_nu = adam(
-            grad, old_mu, old_nu, steps[of_leaf].reshape(lead), settings
+    live, row_steps = place.spread((layers.rows(finite, False), layers.rows(steps, 1)))
+    shown = {
+        name: Gradients(
+            grad=(zeroed := jnp.where(across(live[name], grad), grad, 0)),
+            moment=zeroed,
+            step=row_steps[name],
+            live=live[name],
+            sizes=place.spread(jnp.asarray(layout.batches[name].sizes, dtype)),
         )
-        results[number] = jnp.where(fine, direction, 0)
-        mu.append(jnp.where(fine, new_mu, old_mu))
-        nu.append(jnp.where(fine, new_nu, old_nu))
+        for name, grad in grads.items()
+    }
+    directions, blocks, failed = _step_blocks(method, settings, layers, place, count, shown, state)
+    results = scatter(place.replicate(directions), layout)
+    results_adam, mu, nu = _step_adam(adam_grads, finite, steps, layout, settings, state)
+    results |= results_adam
     result = [
         place.home(results[i].reshape(leaf.shape).astype(leaf.dtype), i)
         for i, leaf in enumerate(leaves)
     ]
     return jax.tree.unflatten(structure, result), PreconditionedState(
-        count,
-        skipped,
-        state.failed + failed,
-        jax.tree.unflatten(jax.tree.structure(state.mu), mu),
-        jax.tree.unflatten(jax.tree.structure(state.nu), nu),
-        place.spread(blocks),
+        count, skipped, state.failed + failed, mu, nu, place.spread(blocks)
+    )
+
+
+def _step_blocks(
+    method: Method,
+    settings: Settings,
+    layers: LayerIndex,
+    place: Placement,
+    count: jax.Array,
+    shown: dict[str, Gradients],
+    state: PreconditionedState,
+) -> tuple[Arrays, dict[str, State], jax.Array]:
+    """The directions of all batches, their state after this step, and how many refreshes failed."""
+    blocks, directions, failed = {}, {}, jnp.int32(0)
+    for name, gradients in shown.items():
+        shown[name], blocks[name] = _with_moment(method, gradients, state.blocks[name], settings)
+    moments = {name: gradients.moment for name, gradients in shown.items()}
+    for name, moment in method.prepare(moments, layers, place, settings).items():
+        shown[name] = shown[name]._replace(moment=moment)
+    for name, gradients in shown.items():
+        directions[name], blocks[name], failures = _batch_step(
+            method, settings, count, gradients, blocks[name], chunked=place.axis is None
+        )
+        failed += jnp.sum(failures, dtype=jnp.int32)
+    directions = method.finish(directions, layers, place, settings)
+    for name, gradients in shown.items():
+        directions[name], blocks[name] = _grafted(
+            directions[name], gradients, blocks[name], count, settings
+        )
+    return directions, blocks, failed
+
+
+def _step_adam(
+    grads: dict[int, jax.Array],
+    finite: jax.Array,
+    steps: jax.Array,
+    layout: TreeLayout,
+    settings: Settings,
+    state: PreconditionedState,
+) -> tuple[dict[int, jax.Array], Any, Any]:
+    """Adam's directions of the leaves that the method does not step, and their moments."""
+    directions, mu, nu = {}, [], []
+    moments = zip(jax.tree.leaves(state.mu), jax.tree.leaves(state.nu), strict=True)
+    for (number, grad), (old_mu, old_nu) in zip(grads.items(), moments, strict=True):
+        of_leaf, lead = layout.layers[number], layout.leads[number]
+        fine = across(finite[of_leaf].reshape(lead), grad)
+        direction, new_mu, new_nu = adam(
+            jnp.where(fine, grad, 0), old_mu, old_nu, steps[of_leaf].reshape(lead), settings
+        )
+        directions[number] = jnp.where(fine, direction, 0)
+        mu.append(jnp.where(fine, new_mu, old_mu))
+        nu.append(jnp.where(fine, new_nu, old_nu))
+    structures = jax.tree.structure(state.mu), jax.tree.structure(state.nu)
+    return (
+        directions,
+        jax.tree.unflatten(structures[0], mu),
+        jax.tree.unflatten(structures[1], nu),
     )
 
 
 def _finite_layers(
     grads: Arrays,
     adam_grads: dict[int, jax.Array],
-    layout: TreeLayout,
-    layers: LayerIndex | None,
+    layers: LayerIndex,
     place: Placement,
     squares: bool,
 ) -> jax.Array:
@@ -321,13 +345,11 @@ def _finite_layers(
         size = jnp.sum(x * x, axis=axes) if squares else jnp.max(jnp.abs(x), axis=axes, initial=0)
         return (~jnp.isfinite(size)).astype(jnp.int32)
 
-    bad = jnp.zeros(layout.layer_count, jnp.int32)
-    if layers is not None:
-        bad = layers.total(place.replicate({name: broken(x) for name, x in grads.items()}))
+    count = layers.total(place.replicate({name: broken(x) for name, x in grads.items()}))
     for number, grad in adam_grads.items():
-        of_leaf = place.replicate(broken(grad, len(layout.leads[number])))
-        bad = bad.at[layout.layers[number]].set(of_leaf.reshape(-1))
-    return bad == 0
+        of_leaf = place.replicate(broken(grad, len(layers.layout.leads[number])))
+        count = count.at[layers.layout.layers[number]].set(of_leaf.reshape(-1))
+    return count == 0
 
 
 def _updated(state: State, changed: State, live: jax.Array) -> State:
@@ -388,9 +410,43 @@ def _batch_step(
 
     inside = {key: x for key, x in state.items() if key not in outside}
     (direction, failures), changed = (
-        in_chunks(work, gradients, inside) if chunked else work(gradients, inside)
+        _in_chunks(work, gradients, inside) if chunked else work(gradients, inside)
     )
     return direction, outside | changed, failures
+
+
+def _in_chunks(
+    work: Callable[[Gradients, State], tuple[Any, State]], gradients: Gradients, state: State
+) -> tuple[Any, State]:
+    """work(gradients, state), as many blocks at a time as the cache holds; the state in place."""
+    rows = len(gradients.live)
+    entries = max(x[0].size for x in jax.tree.leaves((gradients, state)))
+    size = chunk_rows(rows, entries)
+    if size == rows:
+        return work(gradients, state)
+
+    def chunk(i: jax.Array, carry: tuple[Any, State]) -> tuple[Any, State]:
+        # the last chunk begins early, among blocks that are done: they are left as they are
+        start = jnp.minimum(i * size, rows - size)
+        undone = start + jnp.arange(size) >= i * size
+
+        def part(x: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_slice_in_dim(x, start, size)
+
+        shown, before = jax.tree.map(part, gradients), jax.tree.map(part, carry[1])
+        outputs, after = work(shown._replace(live=shown.live & undone), before)
+        outputs = jax.tree.map(
+            lambda new, x: jnp.where(across(undone, new), new, part(x)), outputs, carry[0]
+        )
+        return jax.tree.map(
+            lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, start, 0),
+            carry,
+            (outputs, after),
+        )
+
+    shapes, _ = jax.eval_shape(work, gradients, state)
+    outputs = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    return jax.lax.fori_loop(0, -(-rows // size), chunk, (outputs, state))
 
 
 def _refreshed(
