@@ -26,13 +26,13 @@ def silent(stage: str, done: int, total: int, note: str = "") -> None:
     """No progress display."""
 
 
-def warmup_cosine(step: int, steps: int) -> float:
-    """Factor on the learning rate: linear over the first tenth, then half a cosine to 0."""
+def warmup_cosine(step: int, steps: int, warmup: float = 0.1) -> float:
+    """Factor on the learning rate: linear over the share `warmup`, then half a cosine to 0."""
     # step 0 counts as 1, since a learning rate of 0 would waste it
-    warmup = max(1, round(0.1 * steps))
-    if step < warmup:
-        return (step + 1) / warmup
-    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+    rising = max(1, round(warmup * steps))
+    if step < rising:
+        return (step + 1) / rising
+    return 0.5 * (1 + math.cos(math.pi * (step - rising) / max(1, steps - rising)))
 
 
 def batch_order(examples: int, batch_size: int, steps: int, seed: int) -> Tensor:

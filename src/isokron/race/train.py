@@ -42,6 +42,7 @@ def train(
     seed: int,
     steps: int,
     on_step: OnStep = lambda step, loss: None,
+    warmup: float = 0.1,
 ) -> Run:
     """Train once. Weights and batches depend on the seed, not on the optimizer."""
     with torch.random.fork_rng(devices=[]):
@@ -53,7 +54,7 @@ def train(
         try:
             optimizer = _guarded(entrant.build, model, lr)
             torch.manual_seed(seed)  # dropout must not depend on the optimizer's constructor
-            _train_(run, task, model, optimizer, order, on_step)
+            _train_(run, task, model, optimizer, order, on_step, warmup)
             run.optimizer_bytes = optimizer_bytes(optimizer)
             if task.sample is not None and seed == 0:
                 run.sample = task.sample(model.eval())
@@ -65,7 +66,13 @@ def train(
 
 
 def _train_(
-    run: Run, task: Task, model: nn.Module, optimizer: Optimizer, order: Tensor, on_step: OnStep
+    run: Run,
+    task: Task,
+    model: nn.Module,
+    optimizer: Optimizer,
+    order: Tensor,
+    on_step: OnStep,
+    warmup: float,
 ) -> None:
     """Train on these batches, recording losses and times in the run."""
     on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
@@ -77,7 +84,7 @@ def _train_(
 
     evaluated = evaluation_steps(len(order))
     model_seconds, optimizer_seconds = [], []
-    schedule = _guarded(LambdaLR, optimizer, lambda step: warmup_cosine(step, len(order)))
+    schedule = _guarded(LambdaLR, optimizer, lambda step: warmup_cosine(step, len(order), warmup))
     _evaluate(run, task, model, 0)
     for step, indices in enumerate(order, start=1):
         model.train()

@@ -1,0 +1,297 @@
+"""Does it hold in a long run? Optimizers at 1, 4 and 16 times the steps of a short race.
+
+    python benchmarks/long_races.py run [--task NAME,NAME]     train what is missing
+    python benchmarks/long_races.py time [--task NAME,NAME]    time a step, optimizers in turn
+    python benchmarks/long_races.py table                      print the tables
+
+One thread. All that is known of a task is in docs/benchmarks/long_races/TASK.json, written after
+every run: stopped at any time, `run` goes on where it was; tasks may run side by side.
+
+Settings are chosen by successive halving on seed 0. At 1x AdamW has 12 (three learning rates, each
+with four choices of weight decay, beta2 and warm-up), every other optimizer four learning rates; at
+4x the best 3 of AdamW and the best 2 of the others; at 16x the best 2 and the best 1. The best at
+16x has two more seeds: AdamW, and the three others that end lowest. Then the shortest schedule: who
+ends at or below AdamW's mean loss is trained on 0.6 of the steps, then on 0.4 or 0.8 (the 4x run is
+0.25). The time of a schedule is its steps times the CPU time of a step, from `time`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import datasets
+import torch
+from timing import conditions
+
+from isokron.files import write_atomically
+from isokron.optimizers_by_name import resolve
+from isokron.race.train import train
+from isokron.tasks import Task, load
+from isokron.training import batch_order, make_model
+
+RESULTS = Path(__file__).parent.parent / "docs" / "benchmarks" / "long_races"
+SHORT = {  # steps of 1x
+    "mnist-small": 150,
+    "cifar10": 150,
+    "cifar10n": 150,
+    "speeches-small": 120,
+    "enwik8-1m": 120,
+    "enwik8-5m": 100,
+}
+LANGUAGE = ("speeches-small", "enwik8-1m", "enwik8-5m")
+OPTIMIZERS = (
+    "muon",
+    "soap",
+    "shampoo",
+    "katie",
+    "quad",
+    "natural",
+    "heavyball:SOAP",
+    "pytorch_optimizer:SOAP",
+)
+LRS = (2e-3, 5e-3, 1e-2, 2e-2)
+ADAMW_LRS = (1e-3, 3e-3, 1e-2)
+# (weight decay, beta2, warm-up)
+ADAMW = ((0.01, 0.999, 0.1), (0.1, 0.99, 0.1), (0.1, 0.95, 0.1), (0.01, 0.99, 0.02))
+SEEDS = 3
+LONG = 16
+
+
+class Setting(NamedTuple):
+    """What a run depends on beside its task, seed and steps."""
+
+    optimizer: str
+    spec: str
+    lr: float
+    warmup: float = 0.1
+
+
+def settings(optimizer: str) -> list[Setting]:
+    if optimizer != "adamw":
+        return [Setting(optimizer, optimizer, lr) for lr in LRS]
+    return [
+        Setting("adamw", f"adamw(weight_decay={decay},betas=(0.9,{beta2}))", lr, warmup)
+        for decay, beta2, warmup in ADAMW
+        for lr in ADAMW_LRS
+    ]
+
+
+class Study:
+    """The runs and step times of one task, on disk."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.path = name, RESULTS / f"{name}.json"
+        self.data: dict[str, Any] = {"task": name, "short": SHORT[name], "runs": [], "times": {}}
+        if self.path.exists():
+            self.data = json.loads(self.path.read_text())
+
+    def save(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        lines = ",\n".join(json.dumps(run) for run in self.data["runs"])
+        head = {key: value for key, value in self.data.items() if key != "runs"}
+        text = json.dumps(head, indent=1)[:-2] + f',\n "runs": [\n{lines}\n ]\n}}\n'
+        write_atomically(self.path, [text.encode()])
+
+    def task(self) -> Task:
+        make = datasets.TASKS.get(self.name)
+        return load(self.name) if make is None else make(self.name)
+
+    def runs(self, setting: Setting, steps: int) -> list[dict[str, Any]]:
+        """The runs with a setting and this number of steps, by seed."""
+        key = [*setting, steps]
+        names = ("optimizer", "spec", "lr", "warmup", "steps")
+        chosen = [run for run in self.data["runs"] if [run[name] for name in names] == key]
+        return sorted(chosen, key=lambda run: run["seed"])
+
+    def loss(self, setting: Setting, steps: int) -> float:
+        """The mean final loss over seeds; infinite where a run diverged or is missing."""
+        finals = [run["final"] for run in self.runs(setting, steps)]
+        bad = not finals or None in finals
+        return math.inf if bad else statistics.fmean(finals)
+
+    def best(self, optimizer: str, horizon: int, count: int) -> list[Setting]:
+        """The settings with the lowest loss of seed 0 at a horizon."""
+        steps = horizon * SHORT[self.name]
+
+        def first(setting: Setting) -> float:
+            runs = self.runs(setting, steps)
+            return math.inf if not runs or runs[0]["final"] is None else runs[0]["final"]
+
+        ranked = sorted(settings(optimizer), key=first)
+        return [setting for setting in ranked[:count] if math.isfinite(first(setting))]
+
+    def chosen(self, optimizer: str) -> Setting | None:
+        """The best setting at 16x."""
+        return next(iter(self.best(optimizer, LONG, 1)), None)
+
+    def rounds(self, optimizers: tuple[str, ...]) -> Iterator[list[tuple[Setting, int, int]]]:
+        """Lists of (setting, steps, seed); each depends on the results of those before."""
+        short = SHORT[self.name]
+        names = ("adamw", *optimizers)
+        yield [(setting, short, 0) for name in names for setting in settings(name)]
+        for horizon, counts in ((4, (3, 2)), (LONG, (2, 1))):
+            yield [
+                (setting, horizon * short, 0)
+                for name in names
+                for setting in self.best(name, horizon // 4, counts[name != "adamw"])
+            ]
+        steps = LONG * short
+        best = {name: setting for name in names if (setting := self.chosen(name)) is not None}
+        others = sorted(set(best) - {"adamw"}, key=lambda name: self.loss(best[name], steps))
+        repeated = [best[name] for name in ("adamw", *others[:SEEDS]) if name in best]
+        yield [(setting, steps, seed) for setting in repeated for seed in range(1, SEEDS)]
+        goal = self.loss(best["adamw"], steps)
+        reach = [best[name] for name in others if self.loss(best[name], steps) <= goal]
+        yield [(setting, round(0.6 * steps), 0) for setting in reach]
+        yield [
+            (setting, round(share * steps), 0)
+            for setting in reach
+            for share in ((0.4 if self.loss(setting, round(0.6 * steps)) <= goal else 0.8),)
+        ]
+
+    def shortest(self, setting: Setting) -> float | None:
+        """The least share of the 16x steps with which a setting ends at AdamW's loss or below."""
+        steps, adamw = LONG * SHORT[self.name], self.chosen("adamw")
+        if adamw is None:
+            return None
+        goal = self.loss(adamw, steps)
+        shares = (0.25, 0.4, 0.6, 0.8, 1.0)
+        reached = [s for s in shares if self.loss(setting, round(s * steps)) <= goal]
+        return min(reached, default=None)
+
+
+def run(name: str, optimizers: tuple[str, ...]) -> None:
+    study = Study(name)
+    task = study.task()
+    for plan in study.rounds(optimizers):
+        missing = [
+            (setting, steps, seed)
+            for setting, steps, seed in plan
+            if seed not in {run["seed"] for run in study.runs(setting, steps)}
+        ]
+        for setting, steps, seed in missing:
+            start = time.process_time()
+            entrant = resolve(setting.spec)
+            result = train(task, entrant, setting.lr, seed, steps, warmup=setting.warmup)
+            if result.status == "failed":
+                raise SystemExit(f"{name}, {setting.spec}: {result.message}")
+            losses = [round(loss, 5) for loss in result.eval_losses]
+            finished = result.status == "finished"
+            record = {
+                **setting._asdict(),
+                "steps": steps,
+                "seed": seed,
+                "status": result.status,
+                "final": losses[-1] if finished else None,
+                "bytes": result.optimizer_bytes,
+                "eval_steps": result.eval_steps,
+                "eval_losses": losses,
+            }
+            study.data["conditions"] = conditions()
+            study.data["runs"].append(record)
+            study.save()
+            seconds = time.process_time() - start
+            print(f"{name} {setting.spec} lr {setting.lr:g} {steps} steps, seed {seed}: "
+                  f"{record['final']} ({seconds:.0f} s of CPU)", flush=True)  # fmt: skip
+
+
+def time_steps(name: str, optimizers: tuple[str, ...], rounds: int = 3, steps: int = 40) -> None:
+    """CPU seconds of a step, model and optimizer; optimizers take turns, the median of rounds.
+
+    40 steps after the first 10 hold four refreshes of a method that refreshes every 10 steps.
+    """
+    study = Study(name)
+    task = study.task()
+    order = batch_order(len(task.train), task.batch_size, 10 + steps, 0)
+    seconds: dict[str, list[tuple[float, float]]] = {}
+    for turn in range(rounds * (1 + len(optimizers))):
+        optimizer_name = ("adamw", *optimizers)[turn % (1 + len(optimizers))]
+        setting = study.chosen(optimizer_name) or settings(optimizer_name)[0]
+        model = make_model(task, 0).train()
+        optimizer = resolve(setting.spec).build(model, 1e-3)
+        model_seconds, optimizer_seconds = [], []
+        for indices in order:
+            optimizer.zero_grad()
+            start = time.process_time()
+            task.losses(model, task.train.batch(indices)).mean().backward()
+            between = time.process_time()
+            optimizer.step()
+            model_seconds.append(between - start)
+            optimizer_seconds.append(time.process_time() - between)
+        means = (statistics.median(model_seconds[10:]), statistics.fmean(optimizer_seconds[10:]))
+        seconds.setdefault(optimizer_name, []).append(means)
+    # the model is the same for all
+    model_time = statistics.median(pair[0] for pairs in seconds.values() for pair in pairs)
+    for optimizer_name, pairs in seconds.items():
+        own = statistics.median(pair[1] for pair in pairs)
+        study.data["times"][optimizer_name] = {"model": model_time, "optimizer": own}
+        print(f"{name} {optimizer_name}: {1e3 * model_time:.1f} + {1e3 * own:.1f} ms", flush=True)
+    study.data["timed"] = conditions()
+    study.save()
+
+
+def table(name: str, optimizers: tuple[str, ...]) -> list[str]:
+    """A row per optimizer: losses at 1x, 4x and 16x, the shortest schedule and its time."""
+    study = Study(name)
+    short, times = SHORT[name], study.data["times"]
+    unit = math.log(2) if name.startswith("enwik8") else 1.0
+    rows = []
+    for optimizer in ("adamw", *optimizers):
+        cells = []
+        for horizon in (1, 4):
+            best = study.best(optimizer, horizon, 1)
+            loss = study.loss(best[0], horizon * short) if best else math.inf
+            cells.append(f"{loss / unit:.3f}" if math.isfinite(loss) else "")
+        setting = study.chosen(optimizer)
+        diverged = sum(run["optimizer"] == optimizer and run["final"] is None
+                       for run in study.data["runs"])  # fmt: skip
+        final, share, time_share, lr = "", "", "", ""
+        if setting is not None:
+            finals = [run["final"] / unit for run in study.runs(setting, LONG * short)]
+            spread = f" ± {statistics.stdev(finals):.3f}" if len(finals) > 1 else " (one seed)"
+            final, lr = f"{statistics.fmean(finals):.3f}{spread}", f"{setting.lr:g}"
+            if optimizer == "adamw":
+                share, time_share = "1", "1"
+            elif (least := study.shortest(setting)) is not None:
+                share = f"{least:.2f}"
+                if {"adamw", optimizer} <= times.keys():
+                    ratio = sum(times[optimizer].values()) / sum(times["adamw"].values())
+                    time_share = f"{least * ratio:.2f}"
+            else:
+                share = "not reached"
+        rows.append(f"| {name} | {optimizer} | {cells[0]} | {cells[1]} | {final} | {lr} | {share} "
+                    f"| {time_share} | {diverged or ''} |")  # fmt: skip
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("command", choices=("run", "time", "table"))
+    parser.add_argument("--task", default=",".join(SHORT))
+    parser.add_argument("--optimizers", default=",".join(OPTIMIZERS))
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    tasks, optimizers = args.task.split(","), tuple(args.optimizers.split(","))
+    if unknown := set(tasks) - set(SHORT):
+        parser.error(f"--task must be of {', '.join(SHORT)}, got {', '.join(sorted(unknown))}")
+    if args.command == "table":
+        print("| task | optimizer | 1x | 4x | 16x | lr | shortest | its time | diverged |")
+        print("|---|---|---|---|---|---|---|---|---|")
+    for name in tasks:
+        if args.command == "table":
+            print("\n".join(table(name, optimizers)))
+        else:
+            (run if args.command == "run" else time_steps)(name, optimizers)
+
+
+if __name__ == "__main__":
+    main()
