@@ -12,24 +12,22 @@ docs/benchmarks/learning_rate.json, written after every run; what is there is no
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
-from timing import conditions
+from records import Records
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from isokron.files import write_atomically
 from isokron.optimizers_by_name import resolve, split_specs
 from isokron.tasks import load
 from isokron.training import batch_order, evaluation_loss, make_model, warmup_cosine
 
-RESULTS = Path(__file__).parent.parent / "docs" / "benchmarks" / "learning_rate.json"
 STEPS = {"digits-small": 100, "mnist-small": 150, "speeches-tiny": 300, "smollm2": 24}
 LRS = dict.fromkeys(STEPS, (3e-4, 1e-3, 3e-3)) | {"smollm2": (1e-4, 3e-4, 1e-3)}
 SEEDS = dict.fromkeys(STEPS, 2) | {"smollm2": 1}
@@ -46,7 +44,7 @@ def train(
     spec: str,
     lr: float,
     steps: int,
-) -> tuple[float | None, float]:
+) -> dict[str, Any]:
     """The final loss (None: diverged), and the mean RMS of updates divided by the learning rate."""
     optimizer = resolve(spec).build(params, lr)
     # decay as in the AdamW run, but not for what the routing leaves undecayed
@@ -60,7 +58,7 @@ def train(
         loss = loss_of(step)
         loss.backward()
         if not math.isfinite(loss.item()):
-            return None, math.nan
+            return {"final": None, "rms": None}
         before = [p.detach().clone() for p in matrices]
         rate = optimizer.param_groups[0]["lr"]
         optimizer.step()
@@ -70,21 +68,21 @@ def train(
                     for p, old in zip(matrices, before, strict=True))  # fmt: skip
         ratios.append(math.sqrt(moved / sum(p.numel() for p in matrices)) / rate)
     final = evaluate()
-    return (final if math.isfinite(final) else None), statistics.fmean(ratios)
+    return {"final": final if math.isfinite(final) else None, "rms": statistics.fmean(ratios)}
 
 
-def from_scratch(name: str, spec: str, lr: float, seed: int) -> tuple[float | None, float]:
-    task = load(name)
-    model = make_model(task, seed)
-    order = batch_order(len(task.train), task.batch_size, STEPS[name], seed)
+def from_scratch(task: str, optimizer: str, lr: float, seed: int) -> dict[str, Any]:
+    data = load(task)
+    model = make_model(data, seed)
+    order = batch_order(len(data.train), data.batch_size, STEPS[task], seed)
     return train(
         model,
         model,
-        lambda step: task.losses(model, task.train.batch(order[step])).mean(),
-        lambda: evaluation_loss(model, task),
-        spec,
+        lambda step: data.losses(model, data.train.batch(order[step])).mean(),
+        lambda: evaluation_loss(model, data),
+        optimizer,
         lr,
-        STEPS[name],
+        STEPS[task],
     )
 
 
@@ -110,7 +108,7 @@ class FineTune:
     def loss(self, windows: Tensor) -> Tensor:
         return self.model(input_ids=windows, labels=windows).loss
 
-    def __call__(self, spec: str, lr: float, seed: int) -> tuple[float | None, float]:
+    def __call__(self, task: str, optimizer: str, lr: float, seed: int) -> dict[str, Any]:
         self.layers.load_state_dict(self.weights)
         held_out, rows = self.windows[:32], self.windows[32:]
 
@@ -122,7 +120,7 @@ class FineTune:
             return self.loss(rows[(seed * STEPS["smollm2"] + step) * BATCH :][:BATCH])
 
         print(f"before: {evaluate():.4f}", flush=True)
-        return train(self.model, self.layers, step_loss, evaluate, spec, lr, STEPS["smollm2"])
+        return train(self.model, self.layers, step_loss, evaluate, optimizer, lr, STEPS["smollm2"])
 
 
 def main() -> None:
@@ -134,40 +132,26 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     specs = split_specs(args.optimizers)
-    data: dict[str, Any] = {"conditions": conditions(), "runs": []}
-    if RESULTS.exists():
-        data = json.loads(RESULTS.read_text())
-    runs = data["runs"]
+    records = Records("learning_rate")
     for name in args.only.split(","):
         fine_tune: FineTune | None = None
-        for lr in LRS[name]:
-            for spec in specs:
-                for seed in range(SEEDS[name]):
-                    key = {"task": name, "optimizer": spec, "lr": lr, "seed": seed}
-                    if any(key.items() <= run.items() for run in runs):
-                        continue
-                    if name == "smollm2":
-                        fine_tune = fine_tune or FineTune()
-                        final, rms = fine_tune(spec, lr, seed)
-                    else:
-                        final, rms = from_scratch(name, spec, lr, seed)
-                    runs.append({**key, "final": final, "rms": rms})
-                    RESULTS.parent.mkdir(parents=True, exist_ok=True)
-                    lines = ",\n".join(json.dumps(run) for run in runs)
-                    text = f'{{"conditions": "{data["conditions"]}",\n"runs": [\n{lines}\n]}}\n'
-                    write_atomically(RESULTS, [text.encode()])
-                    print(f"{name} {spec} lr {lr:g} seed {seed}: {final}, {rms:.2f}", flush=True)
+        for lr, spec, seed in product(LRS[name], specs, range(SEEDS[name])):
+            key = {"task": name, "optimizer": spec, "lr": lr, "seed": seed}
+            if name == "smollm2" and not records.select(**key):
+                fine_tune = fine_tune or FineTune()
+            records.once(partial(fine_tune or from_scratch, **key), **key)
     for name in args.only.split(","):
         print(f"\n| {name} | " + " | ".join(f"{lr:g}" for lr in LRS[name]) + " | update |")
         print("|---" * (2 + len(LRS[name])) + "|")
         for spec in specs:
-            print(row(runs, name, spec))
+            print(row(records, name, spec))
 
 
-def row(runs: list[dict[str, Any]], name: str, spec: str) -> str:
-    def mean(spec: str, lr: float, key: str) -> float | None:
-        of = [r[key] for r in runs if (r["task"], r["optimizer"], r["lr"]) == (name, spec, lr)]
-        return None if None in of or not of else statistics.fmean(of)
+def row(records: Records, name: str, spec: str) -> str:
+    def mean(optimizer: str, lr: float, column: str) -> float | None:
+        runs = records.select(task=name, optimizer=optimizer, lr=lr)
+        values = [run[column] for run in runs]
+        return None if None in values or not values else statistics.fmean(values)
 
     losses = [mean(spec, lr, "final") for lr in LRS[name]]
     cells = ["diverged" if loss is None else f"{loss:.3f}" for loss in losses]

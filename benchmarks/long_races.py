@@ -18,25 +18,23 @@ ends at or below AdamW's mean loss is trained on 0.6 of the steps, then on 0.4 o
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import time
 from collections.abc import Iterator
-from pathlib import Path
+from functools import partial
 from typing import Any, NamedTuple
 
 import datasets
 import torch
+from records import Records
 from timing import conditions
 
-from isokron.files import write_atomically
 from isokron.optimizers_by_name import resolve
 from isokron.race.train import train
 from isokron.tasks import Task, load
 from isokron.training import batch_order, make_model
 
-RESULTS = Path(__file__).parent.parent / "docs" / "benchmarks" / "long_races"
 SHORT = {  # steps of 1x
     "mnist-small": 150,
     "cifar10": 150,
@@ -87,17 +85,8 @@ class Study:
     """The runs and step times of one task, on disk."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.path = name, RESULTS / f"{name}.json"
-        self.data: dict[str, Any] = {"task": name, "short": SHORT[name], "runs": [], "times": {}}
-        if self.path.exists():
-            self.data = json.loads(self.path.read_text())
-
-    def save(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        lines = ",\n".join(json.dumps(run) for run in self.data["runs"])
-        head = {key: value for key, value in self.data.items() if key != "runs"}
-        text = json.dumps(head, indent=1)[:-2] + f',\n "runs": [\n{lines}\n ]\n}}\n'
-        write_atomically(self.path, [text.encode()])
+        self.name, self.records = name, Records(f"long_races/{name}")
+        self.times: dict[str, Any] = self.records.facts.setdefault("times", {})
 
     def task(self) -> Task:
         make = datasets.TASKS.get(self.name)
@@ -105,9 +94,7 @@ class Study:
 
     def runs(self, setting: Setting, steps: int) -> list[dict[str, Any]]:
         """The runs with a setting and this number of steps, by seed."""
-        key = [*setting, steps]
-        names = ("optimizer", "spec", "lr", "warmup", "steps")
-        chosen = [run for run in self.data["runs"] if [run[name] for name in names] == key]
+        chosen = self.records.select(**setting._asdict(), steps=steps)
         return sorted(chosen, key=lambda run: run["seed"])
 
     def loss(self, setting: Setting, steps: int) -> float:
@@ -171,35 +158,25 @@ def run(name: str, optimizers: tuple[str, ...]) -> None:
     study = Study(name)
     task = study.task()
     for plan in study.rounds(optimizers):
-        missing = [
-            (setting, steps, seed)
-            for setting, steps, seed in plan
-            if seed not in {run["seed"] for run in study.runs(setting, steps)}
-        ]
-        for setting, steps, seed in missing:
-            start = time.process_time()
-            entrant = resolve(setting.spec)
-            result = train(task, entrant, setting.lr, seed, steps, warmup=setting.warmup)
-            if result.status == "failed":
-                raise SystemExit(f"{name}, {setting.spec}: {result.message}")
-            losses = [round(loss, 5) for loss in result.eval_losses]
-            finished = result.status == "finished"
-            record = {
-                **setting._asdict(),
-                "steps": steps,
-                "seed": seed,
-                "status": result.status,
-                "final": losses[-1] if finished else None,
-                "bytes": result.optimizer_bytes,
-                "eval_steps": result.eval_steps,
-                "eval_losses": losses,
-            }
-            study.data["conditions"] = conditions()
-            study.data["runs"].append(record)
-            study.save()
-            seconds = time.process_time() - start
-            print(f"{name} {setting.spec} lr {setting.lr:g} {steps} steps, seed {seed}: "
-                  f"{record['final']} ({seconds:.0f} s of CPU)", flush=True)  # fmt: skip
+        for setting, steps, seed in plan:
+            key = {**setting._asdict(), "steps": steps, "seed": seed}
+            study.records.once(partial(train_once, task, setting, steps, seed), **key)
+
+
+def train_once(task: Task, setting: Setting, steps: int, seed: int) -> dict[str, Any]:
+    start = time.process_time()
+    result = train(task, resolve(setting.spec), setting.lr, seed, steps, warmup=setting.warmup)
+    if result.status == "failed":
+        raise SystemExit(f"{task.name}, {setting.spec}: {result.message}")
+    losses = [round(loss, 5) for loss in result.eval_losses]
+    return {
+        "status": result.status,
+        "final": losses[-1] if result.status == "finished" else None,
+        "bytes": result.optimizer_bytes,
+        "cpu_seconds": round(time.process_time() - start),
+        "eval_steps": result.eval_steps,
+        "eval_losses": losses,
+    }
 
 
 def time_steps(name: str, optimizers: tuple[str, ...], rounds: int = 3, steps: int = 40) -> None:
@@ -231,16 +208,16 @@ def time_steps(name: str, optimizers: tuple[str, ...], rounds: int = 3, steps: i
     model_time = statistics.median(pair[0] for pairs in seconds.values() for pair in pairs)
     for optimizer_name, pairs in seconds.items():
         own = statistics.median(pair[1] for pair in pairs)
-        study.data["times"][optimizer_name] = {"model": model_time, "optimizer": own}
+        study.times[optimizer_name] = {"model": model_time, "optimizer": own}
         print(f"{name} {optimizer_name}: {1e3 * model_time:.1f} + {1e3 * own:.1f} ms", flush=True)
-    study.data["timed"] = conditions()
-    study.save()
+    study.records.facts["timed"] = conditions()
+    study.records.save()
 
 
 def table(name: str, optimizers: tuple[str, ...]) -> list[str]:
     """A row per optimizer: losses at 1x, 4x and 16x, the shortest schedule and its time."""
     study = Study(name)
-    short, times = SHORT[name], study.data["times"]
+    short, times = SHORT[name], study.times
     unit = math.log(2) if name.startswith("enwik8") else 1.0
     rows = []
     for optimizer in ("adamw", *optimizers):
@@ -250,8 +227,7 @@ def table(name: str, optimizers: tuple[str, ...]) -> list[str]:
             loss = study.loss(best[0], horizon * short) if best else math.inf
             cells.append(f"{loss / unit:.3f}" if math.isfinite(loss) else "")
         setting = study.chosen(optimizer)
-        diverged = sum(run["optimizer"] == optimizer and run["final"] is None
-                       for run in study.data["runs"])  # fmt: skip
+        diverged = len(study.records.select(optimizer=optimizer, final=None))
         final, share, time_share, lr = "", "", "", ""
         if setting is not None:
             finals = [run["final"] / unit for run in study.runs(setting, LONG * short)]
@@ -280,7 +256,7 @@ def main() -> None:
     parser.add_argument("--optimizers", default=",".join(OPTIMIZERS))
     args = parser.parse_args()
     torch.set_num_threads(1)
-    if "heavyball:SOAP" in args.optimizers:
+    if args.command != "table" and "heavyball:SOAP" in args.optimizers:
         import heavyball.utils  # type: ignore[import-not-found, unused-ignore]
 
         heavyball.utils.compile_mode = None  # would tune kernels for minutes per shape

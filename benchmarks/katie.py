@@ -1,0 +1,114 @@
+"""Which part of Katie does what: one setting changed at a time, and the loss multiplied.
+
+    python benchmarks/katie.py [--task speeches-tiny,mnist-tiny,digits-small]
+
+Every variant is trained with three learning rates on seed 0 and, at its best, on two more seeds;
+one thread. Then Katie with correlation and with raw statistics on the loss times 0.01 and 100, at
+the learning rate that was best at 1. Results are in docs/benchmarks/katie.json; what is there is
+not trained again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from records import Records
+
+from isokron.optimizers_by_name import resolve
+from isokron.race.train import train
+from isokron.tasks import Task, load
+
+STEPS = {"speeches-tiny": 300, "mnist-tiny": 150, "digits-small": 100}
+LRS = (3e-3, 1e-2, 3e-2)
+SEEDS = 3
+VARIANTS = {
+    "Katie as it is": "katie",
+    "raw statistics": "katie(statistic='raw')",
+    "symmetric form": "katie(form='symmetric')",
+    "exponent 4": "katie(exponent=4)",
+    "factor_beta 0.9": "katie(factor_beta=0.9)",
+    "factor_beta 0.99": "katie(factor_beta=0.99)",
+    "betas (0.9, 0.99)": "katie(betas=(0.9,0.99))",
+    "graft adam": "katie(graft='adam')",
+    "graft sgd": "katie(graft='sgd')",
+    "every 1": "katie(every=1)",
+    "every 100": "katie(every=100)",
+    "damping 1e-4": "katie(damping=1e-4)",
+    "damping 1e-3": "katie(damping=1e-3)",
+    "damping 1e-1": "katie(damping=1e-1)",
+    "damping 1": "katie(damping=1.0)",
+    "AdamW": "adamw",
+    "Shampoo": "shampoo",
+    "SOAP": "soap",
+}
+SCALES = (0.01, 1.0, 100.0)
+
+
+def run(task: Task, spec: str, lr: float, seed: int, scale: float = 1.0) -> dict[str, Any]:
+    """The final loss, divided by the number the loss was multiplied by; None: diverged."""
+    scaled = replace(task, loss=lambda model, batch: scale * task.loss(model, batch))
+    result = train(scaled, resolve(spec), lr, seed, STEPS[task.name])
+    if result.status == "failed":
+        raise SystemExit(f"{task.name}, {spec}: {result.message}")
+    final = result.final / scale
+    return {"final": round(final, 5) if math.isfinite(final) else None}
+
+
+def study(name: str, records: Records) -> dict[str, tuple[float, list[float]]]:
+    """Variant → best learning rate, final losses over seeds."""
+    task = load(name)
+    outcome = {}
+    for label, spec in VARIANTS.items():
+
+        def final(lr: float, seed: int, spec: str = spec) -> float:
+            key = {"task": name, "optimizer": spec, "lr": lr, "seed": seed, "scale": 1.0}
+            record = records.once(partial(run, task, spec, lr, seed), **key)
+            return math.inf if record["final"] is None else record["final"]
+
+        best = min(LRS, key=lambda lr, final=final: final(lr, 0))  # type: ignore[misc]
+        outcome[label] = (best, [final(best, seed) for seed in range(SEEDS)])
+    for label in ("Katie as it is", "raw statistics"):
+        spec, lr = VARIANTS[label], outcome[label][0]
+        for scale in SCALES:
+            key = {"task": name, "optimizer": spec, "lr": lr, "seed": 0, "scale": scale}
+            records.once(partial(run, task, spec, lr, 0, scale), **key)
+    return outcome
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--task", default=",".join(STEPS))
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    records, tasks = Records("katie"), args.task.split(",")
+    outcomes = {name: study(name, records) for name in tasks}
+    print("\n| | " + " | ".join(tasks) + " |\n" + "|---" * (1 + len(tasks)) + "|")
+    for label in VARIANTS:
+        cells = []
+        for name in tasks:
+            lr, finals = outcomes[name][label]
+            cells.append(f"{statistics.fmean(finals):.4f} ± {statistics.stdev(finals):.4f} ({lr:g})"
+                         if math.inf not in finals else "diverged")  # fmt: skip
+        print(f"| {label} | " + " | ".join(cells) + " |")
+    print(
+        "\n| loss times | " + " | ".join(f"{scale:g}" for scale in SCALES) + " |\n|---|---|---|---|"
+    )
+    for name in tasks:
+        for label in ("Katie as it is", "raw statistics"):
+            spec, lr = VARIANTS[label], outcomes[name][label][0]
+            key = {"task": name, "optimizer": spec, "lr": lr, "seed": 0}
+            finals = [records.select(**key, scale=scale)[0]["final"] for scale in SCALES]
+            cells = ["diverged" if final is None else f"{final:.4f}" for final in finals]
+            print(f"| {name}, {label} | " + " | ".join(cells) + " |")
+
+
+if __name__ == "__main__":
+    main()
