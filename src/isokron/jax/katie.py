@@ -19,6 +19,7 @@ from isokron.jax.settings import (
     check_choice,
     check_factor_beta,
     settle,
+    with_learning_rate,
 )
 from isokron.jax.shampoo import (
     debiased_side,
@@ -27,13 +28,7 @@ from isokron.jax.shampoo import (
     where_observed,
     zero_covariances,
 )
-from isokron.jax.transform import (
-    Gradients,
-    Method,
-    State,
-    scale_by_preconditioned,
-    with_learning_rate,
-)
+from isokron.jax.transform import Gradients, Method, State, scale_by_preconditioned
 
 
 def scale_by_katie(

@@ -9,14 +9,15 @@ import optax
 
 from isokron.jax.blocks import Settings, matrix_splits
 from isokron.jax.linalg import newton_schulz
-from isokron.jax.settings import LayoutSettings, Static, check_choice, check_floating, settle
-from isokron.jax.transform import (
-    Gradients,
-    Method,
-    State,
-    scale_by_preconditioned,
+from isokron.jax.settings import (
+    LayoutSettings,
+    Static,
+    check_choice,
+    check_floating,
+    settle,
     with_learning_rate,
 )
+from isokron.jax.transform import Gradients, Method, State, scale_by_preconditioned
 from isokron.polynomials import Choice, schedule
 
 

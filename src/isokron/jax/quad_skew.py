@@ -7,6 +7,7 @@ its steps. Padding is zero in blocks and factors, and stays so.
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, Unpack
 
 import jax
@@ -24,15 +25,10 @@ from isokron.jax.settings import (
     check_number,
     is_zero,
     settle,
-)
-from isokron.jax.sharding import Placement
-from isokron.jax.transform import (
-    Gradients,
-    Method,
-    State,
-    scale_by_preconditioned,
     with_learning_rate,
 )
+from isokron.jax.sharding import Placement
+from isokron.jax.transform import Gradients, Method, State, scale_by_preconditioned
 from isokron.white_kron import (
     ADAM_DIVISOR,
     BALANCE_EVERY,
@@ -187,18 +183,6 @@ def _clipped(
     return layers.scaled(directions, scales.astype(rms.dtype), place.spread)
 
 
-class FactorStep(NamedTuple):
-    """How a method moves a factor: (Q, T, t₂, plr/L, …) → Q.
-
-    `dense`, of [B, n, n], takes T as a Gram, and a function that bounds ‖A‖₂; `diagonal`, of
-    [B, n], takes the diagonal of T.
-    """
-
-    dense: Callable[..., jax.Array]
-    diagonal: Callable[..., jax.Array]
-    symmetric: bool  # whether Q stays so
-
-
 class Gram(NamedTuple):
     """T = WWᵀ, [B, n, n], and W, [B, n, k], where multiplying by it twice is cheaper, else None."""
 
@@ -223,38 +207,35 @@ class Gram(NamedTuple):
 Bound = Callable[[jax.Array, jax.Array], jax.Array]  # (A, its scale) → ‖A‖₂ from below
 
 
-def quad_dense(
-    factor: jax.Array, gram: Gram, target: jax.Array, rate: jax.Array, bound: Bound
+def step_dense(
+    factor: jax.Array,
+    gram: Gram,
+    target: jax.Array,
+    rate: jax.Array,
+    bound: Bound,
+    symmetric: bool,
 ) -> jax.Array:
-    """Q ← (P + Pᵀ)/2, P = MQM with M = I − z(T − t₂I), z = plr/2L. [B, n, n]"""
-    z = across(rate / 2, factor)
+    """One step of Q with M = I − z(T − t₂I). [B, n, n]
+
+    Quad, where Q is symmetric: P = MQM, z = plr/2L, Q ← (P + Pᵀ)/2.
+    Skew: Q ← procrustes(MQ), z = plr/L. `rate`: plr/L.
+    """
+    z = across(rate / 2 if symmetric else rate, factor)
     grow = 1 + z * across(target, factor)  # M X = (1 + z t₂) X − z T X
     once = grow * factor - z * gram.times(factor)
+    if not symmetric:
+        return procrustes(once, bound)
     twice = grow * once - z * gram.after(once)
     return (twice + twice.mT) / 2
 
 
-def quad_diagonal(
-    factor: jax.Array, gram: jax.Array, target: jax.Array, rate: jax.Array
+def step_diagonal(
+    factor: jax.Array, gram: jax.Array, target: jax.Array, rate: jax.Array, symmetric: bool
 ) -> jax.Array:
-    """Q ← Q(1 − z(T − t₂))², z = plr/2L. [B, n]"""
-    return factor * jnp.square(1 - (rate / 2)[:, None] * (gram - target[:, None]))
-
-
-def skew_dense(
-    factor: jax.Array, gram: Gram, target: jax.Array, rate: jax.Array, bound: Bound
-) -> jax.Array:
-    """Q ← procrustes(MQ), M = I − z(T − t₂I), z = plr/L. [B, n, n]"""
-    z = across(rate, factor)
-    grow = 1 + z * across(target, factor)
-    return procrustes(grow * factor - z * gram.times(factor), bound)
-
-
-def skew_diagonal(
-    factor: jax.Array, gram: jax.Array, target: jax.Array, rate: jax.Array
-) -> jax.Array:
-    """Q ← Q(1 − z(T − t₂)), z = plr/L. [B, n]"""
-    return factor * (1 - rate[:, None] * (gram - target[:, None]))
+    """The same for a diagonal Q: Q ← QM² for Quad, QM for Skew. [B, n]"""
+    z = (rate / 2 if symmetric else rate)[:, None]
+    shrink = 1 - z * (gram - target[:, None])
+    return factor * (jnp.square(shrink) if symmetric else shrink)
 
 
 def procrustes(factor: jax.Array, bound: Bound) -> jax.Array:
@@ -348,26 +329,24 @@ def _factors(state: State) -> list[jax.Array]:
     return [state[f"factor.{i}"].astype(state[f"lipschitz.{i}"].dtype) for i in range(sides)]
 
 
-def _method(step: FactorStep) -> Method:
+def _method(symmetric: bool) -> Method:
     def observe(shown: Gradients, state: State, count: jax.Array, settings: Settings) -> State:
         if settings["apply"] == "new":
             return {}
-        return {"white": whiten(shown.moment, _factors(state), step.symmetric)}
+        return {"white": whiten(shown.moment, _factors(state), symmetric)}
 
     def refresh(shown: Gradients, state: State, count: jax.Array, settings: Settings) -> State:
-        factors = _factors(state)
-        if settings["apply"] == "new":
-            white = whiten(_noisy(shown.moment, count, settings), factors, step.symmetric)
-        else:
-            white = state["white"]
-        return _learned(step, white, shown.sizes, factors, state, count, settings)
+        white = state.get("white")
+        if white is None:
+            white = whiten(_noisy(shown.moment, count, settings), _factors(state), symmetric)
+        return _learned(white, shown.sizes, state, count, settings, symmetric)
 
     def direction(
         shown: Gradients, state: State, count: jax.Array, settings: Settings
     ) -> tuple[jax.Array, State]:
-        if settings["apply"] == "old":
+        if "white" in state:
             return state["white"], {}
-        return whiten(shown.moment, _factors(state), step.symmetric), {}
+        return whiten(shown.moment, _factors(state), symmetric), {}
 
     return Method(
         init=_init,
@@ -386,23 +365,24 @@ def _method(step: FactorStep) -> Method:
 
 
 def _learned(
-    step: FactorStep,
     white: jax.Array,
     sizes: jax.Array,
-    factors: list[jax.Array],
     state: State,
     count: jax.Array,
     settings: Settings,
+    symmetric: bool,
 ) -> State:
     """Factors after one step on the blocks PG; blocks that are zero teach nothing.
 
     T = WWᵀ with W = PG, t₂ = n on the left; W = (PG)ᵀ, t₂ = m on the right.
+    ℓ = ‖T‖₂ + t₂, L ← max(0.95L + 0.05ℓ, ℓ), then a step of length plr/L.
     """
+    factors, learned = _factors(state), {}
     largest = jnp.max(jnp.abs(white), axis=tuple(range(1, white.ndim)))
     shown = largest > 0
     # so that the squares of whatever is finite are finite
     white = white * across(SQUARE_LIMIT / jnp.maximum(largest, SQUARE_LIMIT), white)
-    largest = jnp.minimum(largest, SQUARE_LIMIT)
+    scale = jnp.square(jnp.minimum(largest, SQUARE_LIMIT))
     white = white if white.ndim == 3 else white[:, :, None]
     rate = factor_rate(
         count.astype(white.dtype),
@@ -413,59 +393,33 @@ def _learned(
     )
     limit = _growth_limit(len(factors), settings)
     # P does not see the balance, so it may as well come after the step as before
-    scale = jnp.ones_like(largest)
+    balances = [jnp.ones_like(largest)]
     if len(factors) == 2:
-        scale = jnp.where(_balance_due(count, settings), balance(*factors), 1)
-    learned = {}
+        left = jnp.where(_balance_due(count, settings), balance(*factors), 1)
+        balances = [left, 1 / left]
     for i, factor in enumerate(factors):
         target = sizes[:, 1 - i] if len(factors) == 2 else jnp.ones_like(largest)
-        turned = white if i == 0 else white.mT
-        new, lipschitz = _side_step(
-            step,
-            factor,
-            state[f"lipschitz.{i}"],
-            turned,
-            largest,
-            sizes[:, i],
-            target,
-            rate,
-            lambda size: _numbers((PROBES, size), settings["seed"], count, white.dtype),
-        )
-        new = jnp.clip(new, -limit, limit) * across(scale if i == 0 else 1 / scale, new)
+        turned = white if i == 0 else white.mT  # [B, n, k]
+        n, k = turned.shape[1:]
+        probes = _numbers((PROBES, n), settings["seed"], count, white.dtype)
+        bound = partial(norm_bound, probes=probes, size=sizes[:, i])
+        if factor.ndim == 2:
+            diagonal = jnp.sum(jnp.square(turned), axis=2)
+            steepness = jnp.max(diagonal, axis=1) + target
+        else:
+            gram = Gram(jnp.einsum("bik,bjk->bij", turned, turned), turned if 2 * k < n else None)
+            steepness = bound(gram.matrix, scale) + target
+        old = state[f"lipschitz.{i}"]
+        lipschitz = jnp.maximum(0.95 * old + 0.05 * steepness, steepness)
+        if factor.ndim == 2:
+            new = step_diagonal(factor, diagonal, target, rate / lipschitz, symmetric)
+        else:
+            new = step_dense(factor, gram, target, rate / lipschitz, bound, symmetric)
+        new = jnp.clip(new, -limit, limit) * across(balances[i], new)
         learned[f"factor.{i}"] = jnp.where(across(shown, new), new, factor)
-        learned[f"lipschitz.{i}"] = jnp.where(shown, lipschitz, state[f"lipschitz.{i}"])
+        learned[f"lipschitz.{i}"] = jnp.where(shown, lipschitz, old)
     return learned
 
 
-def _side_step(
-    step: FactorStep,
-    factor: jax.Array,
-    lipschitz: jax.Array,
-    white: jax.Array,
-    largest: jax.Array,
-    size: jax.Array,
-    target: jax.Array,
-    rate: jax.Array,
-    probes: Callable[[int], jax.Array],
-) -> tuple[jax.Array, jax.Array]:
-    """ℓ = ‖T‖₂ + t₂, L ← max(0.95L + 0.05ℓ, ℓ), then a step of length plr/L: the new Q and L."""
-
-    def smoothed(steepness: jax.Array) -> jax.Array:
-        return jnp.maximum(0.95 * lipschitz + 0.05 * steepness, steepness)
-
-    if factor.ndim == 2:
-        diagonal = jnp.sum(jnp.square(white), axis=2)
-        lipschitz = smoothed(jnp.max(diagonal, axis=1) + target)
-        return step.diagonal(factor, diagonal, target, rate / lipschitz), lipschitz
-    n, k = white.shape[1:]
-    gram = Gram(jnp.einsum("bik,bjk->bij", white, white), white if 2 * k < n else None)
-
-    def bound(matrix: jax.Array, scale: jax.Array) -> jax.Array:
-        return norm_bound(matrix, scale, probes(n), size)
-
-    lipschitz = smoothed(bound(gram.matrix, jnp.square(largest)) + target)
-    return step.dense(factor, gram, target, rate / lipschitz, bound), lipschitz
-
-
-QUAD = _method(FactorStep(quad_dense, quad_diagonal, symmetric=True))
-SKEW = _method(FactorStep(skew_dense, skew_diagonal, symmetric=False))
+QUAD = _method(symmetric=True)
+SKEW = _method(symmetric=False)

@@ -1,5 +1,6 @@
 """The settings of all optimizers: defaults, validation, and values given as trees."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
@@ -7,6 +8,7 @@ from typing import Any, TypedDict
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 GRAFTS = (None, "sgd", "adagrad", "rmsprop", "adam")
@@ -129,6 +131,42 @@ def settle(
     return {"optimizer": optimizer, **settings}
 
 
+def with_learning_rate(
+    scale_by: Callable[..., optax.GradientTransformationExtraArgs],
+) -> Callable[..., optax.GradientTransformationExtraArgs]:
+    """The optimizer of a mechanism: `scale_by`, decayed weights, learning rate."""
+
+    def optimizer(
+        learning_rate: optax.ScalarOrSchedule = 1e-2,
+        *,
+        weight_decay: float = 0.1,
+        weight_decay_mask: Any = None,
+        **settings: Any,
+    ) -> optax.GradientTransformationExtraArgs:
+        return optax.chain(
+            scale_by(**settings),
+            optax.add_decayed_weights(weight_decay, weight_decay_mask),
+            optax.scale_by_learning_rate(learning_rate),
+        )
+
+    ours, theirs = inspect.signature(optimizer), inspect.signature(scale_by)
+    parameters = [*list(ours.parameters.values())[:-1], *theirs.parameters.values()]
+    name = scale_by.__name__.removeprefix("scale_by_")
+    optimizer.__name__ = optimizer.__qualname__ = name
+    optimizer.__module__ = scale_by.__module__
+    # help() and optax.inject_hyperparams read the signature
+    optimizer.__signature__ = ours.replace(parameters=parameters)  # type: ignore[attr-defined]
+    optimizer.__doc__ = f"""{scale_by.__name__}, then decayed weights, then the learning rate.
+
+    Args:
+        learning_rate: a number or a schedule.
+        weight_decay: decoupled: W ← W − lr(P + weight_decay·W).
+        weight_decay_mask: a tree of flags, or a function of the parameters: which of them decay.
+        **settings: those of {scale_by.__name__}.
+    """
+    return optimizer
+
+
 def in_dtype(settings: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
     """The same settings, with floating-point arrays cast to the working dtype."""
     return {
@@ -142,6 +180,26 @@ def in_dtype(settings: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
 def is_zero(value: Any) -> bool:
     """Whether a setting is certainly 0; a traced one may be anything."""
     return isinstance(value, (int, float)) and value == 0
+
+
+def first_refresh(settings: Mapping[str, Any]) -> Any:
+    return settings["every"] if settings["start"] is None else settings["start"]
+
+
+def refresh_due(count: jax.Array, settings: Mapping[str, Any]) -> jax.Array | bool:
+    """Whether operators are refreshed in this step.
+
+    In each of the first `warmup` steps; then, counted from there, at start, start·2, start·4, …
+    below `every`, and at every multiple of it.
+    """
+    start, every, warmup = first_refresh(settings), settings["every"], settings["warmup"]
+    if isinstance(start, int) and isinstance(every, int) and start == every == 1:
+        return True
+    step = count - warmup
+    times = step // start
+    doubled = (step % start == 0) & (times & (times - 1) == 0)
+    later = jnp.where(step < every, doubled, step % every == 0)
+    return jnp.where(step <= start, step == start, later) | (step <= 0)
 
 
 def check_number(name: str, value: Any, rule: str, holds: Callable[[Any], bool]) -> None:

@@ -33,14 +33,9 @@ from isokron.jax.settings import (
     check_not_negative,
     is_zero,
     settle,
-)
-from isokron.jax.transform import (
-    Gradients,
-    Method,
-    State,
-    scale_by_preconditioned,
     with_learning_rate,
 )
+from isokron.jax.transform import Gradients, Method, State, scale_by_preconditioned
 
 
 def scale_by_shampoo(

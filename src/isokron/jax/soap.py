@@ -16,15 +16,10 @@ from isokron.jax.settings import (
     check_factor_beta,
     is_zero,
     settle,
-)
-from isokron.jax.shampoo import observe_side, sides_of, where_observed, zero_covariances
-from isokron.jax.transform import (
-    Gradients,
-    Method,
-    State,
-    scale_by_preconditioned,
     with_learning_rate,
 )
+from isokron.jax.shampoo import observe_side, sides_of, where_observed, zero_covariances
+from isokron.jax.transform import Gradients, Method, State, scale_by_preconditioned
 
 
 def scale_by_soap(

@@ -5,7 +5,6 @@ Gradients are gathered into batches of blocks, [B, ...]. Each step folds them in
 operators (`direction`).
 """
 
-import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,7 +28,7 @@ from isokron.jax.blocks import (
 )
 from isokron.jax.linalg import across
 from isokron.jax.moments import adam, first_moment, graft, graft_direction, heavy_ball, mixed
-from isokron.jax.settings import in_dtype, is_zero
+from isokron.jax.settings import first_refresh, in_dtype, is_zero, refresh_due
 from isokron.jax.sharding import Placement, axis_size, mesh_of, placement_of
 
 State = dict[str, jax.Array]  # what a method keeps of a batch; blocks first
@@ -156,42 +155,6 @@ def scale_by_preconditioned(
         return step(updates, state, place)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def with_learning_rate(
-    scale_by: Callable[..., optax.GradientTransformationExtraArgs],
-) -> Callable[..., optax.GradientTransformationExtraArgs]:
-    """The optimizer of a mechanism: `scale_by`, decayed weights, learning rate."""
-
-    def optimizer(
-        learning_rate: optax.ScalarOrSchedule = 1e-2,
-        *,
-        weight_decay: float = 0.1,
-        weight_decay_mask: Any = None,
-        **settings: Any,
-    ) -> optax.GradientTransformationExtraArgs:
-        return optax.chain(
-            scale_by(**settings),
-            optax.add_decayed_weights(weight_decay, weight_decay_mask),
-            optax.scale_by_learning_rate(learning_rate),
-        )
-
-    ours, theirs = inspect.signature(optimizer), inspect.signature(scale_by)
-    parameters = [*list(ours.parameters.values())[:-1], *theirs.parameters.values()]
-    name = scale_by.__name__.removeprefix("scale_by_")
-    optimizer.__name__ = optimizer.__qualname__ = name
-    optimizer.__module__ = scale_by.__module__
-    # help() and optax.inject_hyperparams read the signature
-    optimizer.__signature__ = ours.replace(parameters=parameters)  # type: ignore[attr-defined]
-    optimizer.__doc__ = f"""{scale_by.__name__}, then decayed weights, then the learning rate.
-
-    Args:
-        learning_rate: a number or a schedule.
-        weight_decay: decoupled: W ← W − lr(P + weight_decay·W).
-        weight_decay_mask: a tree of flags, or a function of the parameters: which of them decay.
-        **settings: those of {scale_by.__name__}.
-    """
-    return optimizer
 
 
 def _first_state(method: Method, batch: BlockBatch, dtype: Any, settings: Settings) -> State:
@@ -323,12 +286,8 @@ def _step_adam(
         directions[number] = jnp.where(fine, direction, 0)
         mu.append(jnp.where(fine, new_mu, old_mu))
         nu.append(jnp.where(fine, new_nu, old_nu))
-    structures = jax.tree.structure(state.mu), jax.tree.structure(state.nu)
-    return (
-        directions,
-        jax.tree.unflatten(structures[0], mu),
-        jax.tree.unflatten(structures[1], nu),
-    )
+    structure = jax.tree.structure(state.mu)
+    return directions, jax.tree.unflatten(structure, mu), jax.tree.unflatten(structure, nu)
 
 
 def _finite_layers(
@@ -354,15 +313,12 @@ def _finite_layers(
 
 def _updated(state: State, changed: State, live: jax.Array) -> State:
     """The state with what has changed of live blocks, in the dtype it is stored in."""
-    return (
-        state
-        | changed
-        | {
-            key: jnp.where(across(live, x), changed[key].astype(x.dtype), x)
-            for key, x in state.items()
-            if key in changed
-        }
-    )
+    masked = {
+        key: jnp.where(across(live, x), changed[key].astype(x.dtype), x)
+        for key, x in state.items()
+        if key in changed
+    }
+    return state | changed | masked
 
 
 def _with_moment(
@@ -372,11 +328,8 @@ def _with_moment(
     if "momentum" not in state:
         return shown, state
     beta, stored = _first_beta(method, settings), state["momentum"].dtype
-    mean = _updated(
-        {"momentum": state["momentum"].astype(shown.grad.dtype)},
-        {"momentum": mixed(state["momentum"], shown.grad, beta)},
-        shown.live,
-    )["momentum"]
+    old = state["momentum"].astype(shown.grad.dtype)
+    mean = jnp.where(across(shown.live, old), mixed(old, shown.grad, beta), old)
     # from the masked mean, so that one pass reads the old one; before it is rounded for storage
     moment = first_moment(
         mean,
@@ -493,23 +446,3 @@ def _grafted(
         state = _updated(state, {"velocity": velocity}, shown.live)
         direction = jnp.where(across(shown.live, direction), direction, 0)
     return direction, state
-
-
-def first_refresh(settings: Settings) -> Any:
-    return settings["every"] if settings["start"] is None else settings["start"]
-
-
-def refresh_due(count: jax.Array, settings: Settings) -> jax.Array | bool:
-    """Whether operators are refreshed in this step.
-
-    In each of the first `warmup` steps; then, counted from there, at start, start·2, start·4, …
-    below `every`, and at every multiple of it.
-    """
-    start, every, warmup = first_refresh(settings), settings["every"], settings["warmup"]
-    if isinstance(start, int) and isinstance(every, int) and start == every == 1:
-        return True
-    step = count - warmup
-    times = step // start
-    doubled = (step % start == 0) & (times & (times - 1) == 0)
-    later = jnp.where(step < every, doubled, step % every == 0)
-    return jnp.where(step <= start, step == start, later) | (step <= 0)
