@@ -13,13 +13,7 @@ import pytest
 import isokron.jax
 from isokron.jax import quad_skew
 from isokron.jax.linalg import norm_bound
-from isokron.jax.quad_skew import (
-    Gram,
-    balance,
-    procrustes,
-    step_dense,
-    step_diagonal,
-)
+from isokron.jax.quad_skew import balance, procrustes, step_factor
 from isokron.white_kron import matrix_shape
 from white_kron_naive import Naive
 
@@ -151,17 +145,17 @@ def single_functions(get: Callable[[str], jax.Array]) -> dict[str, jax.Array]:
         target = get(f"dense_{kind}/*/term2")[None]
         scale = bounded(f"dense_{kind}/*/term1", f"dense_{kind}/*/normals{first}") + target
         results[f"dense_{kind}/*/Lout"] = scale
-        gram = Gram(get(f"dense_{kind}/*/term1")[None], None)
+        gram = (get(f"dense_{kind}/*/term1")[None],)
         factor, bound = get(f"dense_{kind}/*/Q")[None], bound_with(f"dense_{kind}/*/normals{last}")
-        results[f"dense_{kind}/*/Qout"] = step_dense(
+        results[f"dense_{kind}/*/Qout"] = step_factor(
             factor, gram, target, 0.7 / scale, bound, symmetric
         )
         diagonal, one = get(f"diag_{kind}/*/term1")[None], jnp.ones(1)
         scale = jnp.max(diagonal, axis=1) + one
         results[f"diag_{kind}/*/Lout"] = scale
         factor = get(f"diag_{kind}/*/Q")[None]
-        results[f"diag_{kind}/*/Qout"] = step_diagonal(
-            factor, diagonal, one, 0.7 / scale, symmetric
+        results[f"diag_{kind}/*/Qout"] = step_factor(
+            factor, (diagonal,), one, 0.7 / scale, bound, symmetric
         )
     return results
 
