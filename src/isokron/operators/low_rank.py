@@ -216,6 +216,8 @@ def store(matrix: Tensor, dtype: torch.dtype | None = None, storage: str = "auto
     dtype = matrix.dtype if dtype is None else dtype
     if dtype not in DTYPES:
         raise ValueError(f"store_dtype must be one of {DTYPES}, got {dtype}")
+    if matrix.is_meta:  # a plan from shapes has no entries to check or to move
+        return matrix.to(dtype)
     norm = torch.linalg.vector_norm(matrix, dtype=torch.float64)
     if not norm.isfinite():
         raise ValueError(f"columns must be finite, their norm is {norm.item()}")
