@@ -1,7 +1,6 @@
 """NaturalGradient: steps along the inverse of a Kronecker-factored Fisher of every layer."""
 
 import logging
-import operator
 import sys
 import warnings
 import weakref
@@ -35,9 +34,8 @@ logger = logging.getLogger(__name__)
 
 # arguments that are settings of the parameter group, and so in checkpoints
 SETTINGS = (
-    *("lr", "method", "damping", "split_damping", "max_condition", "every", "statistics_every"),
-    *("momentum", "weight_decay", "kl_clip", "factor_beta", "reduction", "adapt_damping"),
-    *("maximize", "nonfinite"),
+    *("lr", "method", "damping", "max_condition", "every", "statistics_every", "momentum"),
+    *("weight_decay", "kl_clip", "factor_beta", "reduction", "nonfinite"),
 )
 LEAST_DAMPING, MOST_DAMPING = 1e-10, 1e4  # between which it is adapted
 Observed = dict[str, tuple[Sums, float]]  # by layer, with the number of loss terms
@@ -55,20 +53,18 @@ class NaturalGradient(torch.optim.Optimizer):
         fisher: gradients of the data's labels ("empirical"), of labels drawn from the model
             ("sampled") or of all labels ("exact"); the last two need `observe(outputs)`.
         loss: whose distribution `observe` draws from; CrossEntropy() by default.
-        damping: λ. `split_damping`: (G + √λ/π I) ⊗ (A + π√λ I) in place of G ⊗ A + λI.
+        damping: λ of G ⊗ A + λI; see also `update_damping`.
         max_condition: κ; eigenvalues below their maximum/κ are lifted to it.
         every: steps between eigendecompositions. `statistics_every`: between observations.
         momentum: μ of M ← μM + (1−μ)∇. `factor_beta`: rate of the means, per observation.
         kl_clip: most of lr²⟨V, M̂⟩, twice the KL divergence that a step may cause; None: no limit.
         layers: patterns of names; None: linear layers, convolutions and attention.
-        policy: which output sides are kept as gradients (Woodbury), with `rho`, `t_max`, `store`
-            and `store_dtype`, as in `curvature.fit`; past `t_max` the best half of them is kept.
+        policy: which output sides are kept as gradients (Woodbury), with `rho`, `t_max` and
+            `store`, as in `curvature.fit`; past `t_max` the best half of them is kept.
         reduction: whether the loss is the "mean" over the examples of all passes before a step,
             their "sum", or on ranks the "global_mean".
-        adapt_damping: by the closure's loss after a step.
-        adamw_lr, betas, eps: of AdamW, which steps all other parameters.
+        adamw_lr, betas: of AdamW, which steps all other parameters.
         nonfinite: "raise", "skip" the step or "ignore" gradients that are not finite.
-        seed: of the labels drawn for fisher="sampled".
     """
 
     def __init__(
@@ -80,7 +76,6 @@ class NaturalGradient(torch.optim.Optimizer):
         fisher: str = "empirical",
         loss: Likelihood | None = None,
         damping: float = 1e-3,
-        split_damping: bool = False,
         max_condition: float | None = None,
         every: int = 10,
         statistics_every: int = 1,
@@ -93,15 +88,10 @@ class NaturalGradient(torch.optim.Optimizer):
         rho: float = 0.75,
         t_max: int = 1024,
         store: str = "auto",
-        store_dtype: torch.dtype | None = None,
         reduction: str = "mean",
-        adapt_damping: bool = False,
         adamw_lr: float | Tensor = 3e-3,
         betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        maximize: bool = False,
         nonfinite: str = "raise",
-        seed: int = 0,
     ) -> None:
         arguments = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         if not isinstance(model, nn.Module):
@@ -113,7 +103,7 @@ class NaturalGradient(torch.optim.Optimizer):
         patterns = [layers] if isinstance(layers, str) else None if layers is None else list(layers)
         chosen = choose_layers(model, patterns, "skip" if policy == "dense" else "lowrank")
         policies = policy_by_layer(policy, [layer.name for layer in chosen], method)
-        woodbury: Any = {"rho": rho, "t_max": t_max, "storage": store, "store_dtype": store_dtype}
+        woodbury: Any = {"rho": rho, "t_max": t_max, "storage": store}
         self._fishers = fishers = {
             layer.name: RunningFisher(layer, method, policies[layer.name], **woodbury)
             for layer in chosen
@@ -124,23 +114,20 @@ class NaturalGradient(torch.optim.Optimizer):
             for layer in chosen
         }
         taken = {param for named in self._params.values() for param in named.values()}
-        first, others = (
-            [
-                (name, param)
-                for name, param in model.named_parameters()
-                if (param in taken) is preconditioned
-            ]
-            for preconditioned in (True, False)
-        )
+        named_params = list(model.named_parameters())
+        first = [(name, param) for name, param in named_params if param in taken]
+        others = [(name, param) for name, param in named_params if param not in taken]
         group = {key: arguments[key] for key in SETTINGS}
-        super().__init__([{"params": first}], {**group, "lr_scale": 1.0, "steps": 0})
+        group |= {"lr_scale": 1.0, "maximize": False, "steps": 0}
+        super().__init__([{"params": first}], group)
         check_not_sharded(self.param_groups[0])
         self._adamw: AdamW | None = None
         if others:
-            shared: Any = {"maximize": maximize, "state_dtype": torch.float32}
-            self._adamw = AdamW(others, adamw_lr, betas, eps, weight_decay, **shared)
+            self._adamw = AdamW(
+                others, adamw_lr, betas, weight_decay=weight_decay, state_dtype=torch.float32
+            )
             self.param_groups.append(self._adamw.param_groups[0])
-        self.model, self.fisher, self.seed = model, fisher, seed
+        self.model, self.fisher = model, fisher
         self.loss: Likelihood = CrossEntropy() if loss is None else loss
         self.ranks: Ranks | None = None
         self.loss_scale: float | Tensor = 1.0
@@ -203,11 +190,11 @@ class NaturalGradient(torch.optim.Optimizer):
         weights = torch.ones(shape, device=outputs.device)
         if targets is not None:
             weights = self.loss.weights(targets).to(outputs.device).reshape(shape)
-        numbers = self.param_groups[0]["steps"], self._draws, self.ranks.rank if self.ranks else 0
-        mixed = sum(
-            map(operator.mul, numbers, (0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0x2545F491))
-        )
-        generator = torch.Generator().manual_seed((self.seed + mixed) % 2**63)
+        # other labels in every pass and on every rank, and the same ones after a resume
+        rank = self.ranks.rank if self.ranks else 0
+        mixed = self.param_groups[0]["steps"] * 0x9E3779B97F4A7C15
+        mixed += self._draws * 0xD1B54A32D192ED03 + rank * 0x2545F491
+        generator = torch.Generator().manual_seed(mixed % 2**63)
         self._draws += 1
         self._observer.observe(outputs, self.loss, weights, generator)
 
@@ -244,11 +231,6 @@ class NaturalGradient(torch.optim.Optimizer):
         group, loss = self.param_groups[0], None
         if closure is None and self._is_asked_for_state():
             return None
-        if group["adapt_damping"] and closure is None:
-            raise RuntimeError(
-                "adapt_damping=True needs the loss after the step: pass a closure, or leave it "
-                "False and call update_damping(loss_before, loss_after)"
-            )
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -272,12 +254,6 @@ class NaturalGradient(torch.optim.Optimizer):
         group["steps"] += 1
         self._show()
         self._arm()
-        if group["adapt_damping"] and closure is not None and loss is not None:
-            self._observer.__exit__()  # this pass is no observation
-            with torch.enable_grad():
-                after = closure()
-            self.update_damping(*(float(torch.as_tensor(x).detach()) for x in (loss, after)))
-            self._arm()
         return loss
 
     def _agree(self, observed: Observed) -> tuple[str | None, list[list[float]]]:
@@ -369,7 +345,7 @@ class NaturalGradient(torch.optim.Optimizer):
         if group["kl_clip"] is not None:
             clipped = (group["kl_clip"] / slope).sqrt()
             size = torch.where(lr**2 * slope > group["kl_clip"], clipped, size)
-        self._expected = size**2 / 2 * slope - size * falls  # read only where damping is adapted
+        self._expected = size**2 / 2 * slope - size * falls  # for update_damping
         for fisher, _, _, direction in moves:
             layout, factor = fisher.layer.layout, sent(size, direction.device)
             for key, value in unpack(layout, direction).items():
@@ -394,8 +370,7 @@ class NaturalGradient(torch.optim.Optimizer):
         if beta > 0:
             mean = state.setdefault("momentum", torch.zeros_like(grad)).lerp_(grad, 1 - beta)
             moment = mean / (1 - beta ** float(state["step"]))
-        damping = group["damping"], group["split_damping"], group["max_condition"]
-        return grad, moment, fisher.direction(moment, *damping)
+        return grad, moment, fisher.direction(moment, group["damping"], group["max_condition"])
 
     def update_damping(self, before: float, after: float, omega: float = 0.95) -> float:
         """Levenberg–Marquardt: λ ← ωλ where the quadratic model has held, λ/ω where it has not.
@@ -428,7 +403,7 @@ class NaturalGradient(torch.optim.Optimizer):
         `print` shows a table, `json_lines()` is for a run's log.
         """
         group = self.param_groups[0]
-        damping = group["damping"], group["split_damping"], group["max_condition"]
+        damping = group["damping"], group["max_condition"]
         return CurvatureReport(fisher.record(*damping) for fisher in self._fishers.values())
 
     def _show(self) -> None:
