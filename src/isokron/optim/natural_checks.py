@@ -1,4 +1,4 @@
-"""What NaturalGradient refuses: settings, parameters, gradients and ranks that differ."""
+"""Checks of NaturalGradient: settings, layers, gradients, and agreement of ranks."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from isokron.curvature.statistics import Sums
 from isokron.distributed import Ranks, is_sharded
 from isokron.linalg import on_host
 from isokron.operators.low_rank import STORAGES
-from isokron.optim.gradient_checks import check_sums, check_types, gradient_sums
+from isokron.optim.gradient_checks import check_sums, check_types, gradient_sums, wide_dtype
 from isokron.optim.settings import check_number, param_name
 
 CHOICES = {
@@ -74,6 +74,7 @@ def choose_layers(model: nn.Module, patterns: list[str] | None, head: str) -> li
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(param, set()).add(name)
     tied = {name for same in names.values() if len(same) > 1 for name in same}
+    # the Fisher of a tied weight is not that of either layer
     layers = [layer for layer in layers if not tied & set(layer.layout.params.values())]
     if not layers:
         raise ValueError(
@@ -86,7 +87,7 @@ def choose_layers(model: nn.Module, patterns: list[str] | None, head: str) -> li
 
 
 def find_problem(groups: Groups, observed: Mapping[str, Sums]) -> str | None:
-    """Why to skip a step, or None; raises unless nonfinite is "skip". One wait for a device."""
+    """Why to skip a step, or None; raises unless nonfinite is "skip". One device sync."""
     check_types("NaturalGradient", groups)
     mode = groups[0]["nonfinite"]
     if mode == "ignore":
@@ -94,8 +95,9 @@ def find_problem(groups: Groups, observed: Mapping[str, Sums]) -> str | None:
     groups = [{**group, "nonfinite": mode} for group in groups]
     layers = {name: [x for x in sums.tensors() if x.ndim] for name, sums in observed.items()}
     tensors = [x for values in layers.values() for x in values]
+    # NaN and infinity make a sum non-finite, and one sync reads all sums
     grad_sums = gradient_sums(groups, squares=False)
-    totals = on_host([*grad_sums, *(x.sum(dtype=_wide(x)) for x in tensors)])
+    totals = on_host([*grad_sums, *(x.sum(dtype=wide_dtype(x)) for x in tensors)])
     if problem := check_sums("NaturalGradient", groups, False, totals[: len(grad_sums)]):
         return problem
     if all(math.isfinite(total) for (total,) in totals[len(grad_sums) :]):
@@ -144,14 +146,15 @@ def compare_ranks(
     }
     ranks.agree("NaturalGradient: what ranks step with", facts)
     grads = [p.grad for group in groups for p in group["params"] if p.grad is not None]
-    norms = [torch.linalg.vector_norm(grad, dtype=_wide(grad)) for grad in grads]
+    norms = [torch.linalg.vector_norm(grad, dtype=wide_dtype(grad)) for grad in grads]
     norm = math.hypot(*(value for (value,) in on_host(norms)))
     numbers = [float(skip is not None), norm, *observed.values()]
+    # DDP gives all ranks the same gradients; equal norms show that somebody has averaged them
     sent = torch.tensor(numbers, dtype=torch.float64, device=ranks.device)
     everyone = ranks.all_gather(sent).tolist()
     for rank, (skips, length, *_) in enumerate(everyone):
         if skips:
-            return skip or f"rank {rank} leaves it out", []
+            return skip or f"rank {rank} skips it", []
         if abs(length - norm) > UNEQUAL * max(length, norm):
             raise RuntimeError(
                 f"NaturalGradient: gradients must be the same on all ranks, but their norm is "
@@ -159,7 +162,3 @@ def compare_ranks(
                 "in DistributedDataParallel, or all-reduce gradients before step()"
             )
     return None, [counts for _, _, *counts in everyone]
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)

@@ -105,6 +105,7 @@ class Shampoo(Preconditioned):
             for i in sides_of(state):
                 observe_side_(state[f"cov.{i}"], grad, i, group["factor_beta"])
             return
+        # KL-Shampoo: F_i sees gradients that the other dimensions' roots have whitened
         factors = _factors(state, grad.ndim - 1)
         for i in sides_of(state):
             others = [Identity() if j == i else factor for j, factor in enumerate(factors)]
@@ -117,6 +118,7 @@ class Shampoo(Preconditioned):
     ) -> dict[str, Tensor]:
         fresh = {}
         for i in sides_of(state):
+            # F̂ corrects for the start at zero: roots have their scale from the first refresh on
             cov = debiased(state, i, group["factor_beta"], group)
             root = exponents(group, state["step"].ndim - 1)[i]
             fresh[f"root.{i}"] = inverse_root(cov, root, group["damping"], group["deficient"])
@@ -139,6 +141,7 @@ def _factors(state: Mapping[str, Tensor], order: int) -> tuple[Factor, ...]:
 def check_shampoo(group: Mapping[str, Any]) -> None:
     check_choices("Shampoo", group, CHOICES)
     check_factors("Shampoo", group)
+    # the exponent may depend on the order of a block, which is not known yet
     for order in range(1, 5):
         for root in exponents(group, order):
             if root:
