@@ -57,6 +57,10 @@ def adamw_(
     device = params[0].device
     addresses = tuple(tuple(map(Tensor.data_ptr, tensors)) for tensors in lists)
     rate, decay = np.float32(lr), np.float32(weight_decay)
+    numbers = (float(lr), float(rate * decay), float(beta1), float(beta2), float(eps))
+    flags = {"DECAY": bool(decay), "AMSGRAD": amsgrad, "MAXIMIZE": maximize}
+    flags |= {"PARAM_BFLOAT16": params[0].dtype is torch.bfloat16}
+    flags |= {"GRAD_BFLOAT16": grads[0].dtype is torch.bfloat16}
     with torch.cuda.device_of(params[0]):
         stream = torch.cuda.current_stream().cuda_stream if device.type == "cuda" else 0
         table, groups = _address_table(device, stream, addresses)
@@ -64,26 +68,9 @@ def adamw_(
             chunks = _chunk_table(device, sizes, rows)
             if not chunks.size(1):
                 continue
-            _adamw_kernel[(chunks.size(1),)](
-                table,
-                table.size(1),
-                chunks,
-                chunks.size(1),
-                _powers(device, stream, beta1, beta2, step),
-                float(lr),
-                float(rate * decay),
-                float(beta1),
-                float(beta2),
-                float(eps),
-                BLOCK=BLOCK,
-                ALIGNED=aligned,
-                DECAY=bool(decay),
-                AMSGRAD=amsgrad,
-                MAXIMIZE=maximize,
-                PARAM_BFLOAT16=params[0].dtype is torch.bfloat16,
-                GRAD_BFLOAT16=grads[0].dtype is torch.bfloat16,
-                **OPTIONS,
-            )
+            tables = (table, table.size(1), chunks, chunks.size(1))
+            powers, grid = _powers(device, stream, beta1, beta2, step), (chunks.size(1),)
+            _adamw_kernel[grid](*tables, powers, *numbers, BLOCK, aligned, **flags, **OPTIONS)
 
 
 def rejection(lists: Sequence[Sequence[Tensor]]) -> str | None:

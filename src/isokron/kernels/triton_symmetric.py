@@ -57,26 +57,12 @@ def symmetric_matmul(
         tile, depth = TILES[x.element_size()]
         table = tile_table(x.device, triton.cdiv(x.size(1), tile))
         addend = out if add is None else add
+        tensors = (x, x.stride(), out, out.stride(), addend, addend.stride(), table)
+        numbers = (len(table), x.size(1), x.size(2), float(alpha), float(beta))
         highest = torch.get_float32_matmul_precision() == "highest"
-        _kernel[(len(x) * len(table),)](
-            x,
-            x.stride(),
-            out,
-            out.stride(),
-            addend,
-            addend.stride(),
-            table,
-            len(table),
-            x.size(1),
-            x.size(2),
-            float(alpha),
-            float(beta),
-            ADD=add is not None,
-            PRECISION="ieee" if highest else "tf32",
-            TILE=tile,
-            DEPTH=depth,
-            **OPTIONS,
-        )
+        flags = {"ADD": add is not None, "PRECISION": "ieee" if highest else "tf32"}
+        grid = (len(x) * len(table),)
+        _kernel[grid](*tensors, *numbers, **flags, TILE=tile, DEPTH=depth, **OPTIONS)
     return out
 
 
