@@ -113,18 +113,18 @@ class NaturalGradient(torch.optim.Optimizer):
             layer.name: {name: params[name] for name in layer.layout.params.values()}
             for layer in chosen
         }
-        taken = {param for named in self._params.values() for param in named.values()}
+        in_layers = {param for named in self._params.values() for param in named.values()}
         named_params = list(model.named_parameters())
-        first = [(name, param) for name, param in named_params if param in taken]
-        others = [(name, param) for name, param in named_params if param not in taken]
+        first = [(name, param) for name, param in named_params if param in in_layers]
+        for_adamw = [(name, param) for name, param in named_params if param not in in_layers]
         group = {key: arguments[key] for key in SETTINGS}
         group |= {"lr_scale": 1.0, "maximize": False, "steps": 0}
         super().__init__([{"params": first}], group)
         check_not_sharded(self.param_groups[0])
         self._adamw: AdamW | None = None
-        if others:
+        if for_adamw:
             self._adamw = AdamW(
-                others, adamw_lr, betas, weight_decay=weight_decay, state_dtype=torch.float32
+                for_adamw, adamw_lr, betas, weight_decay=weight_decay, state_dtype=torch.float32
             )
             self.param_groups.append(self._adamw.param_groups[0])
         self.model, self.fisher = model, fisher
@@ -468,7 +468,7 @@ class NaturalGradient(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume from a state dict, to the bit; settings of groups come from it too."""
         groups, state = state_dict["param_groups"], state_dict["state"]
-        sizes = [[len(g["params"]) for g in some] for some in (groups, self.param_groups)]
+        sizes = [[len(g["params"]) for g in part] for part in (groups, self.param_groups)]
         if sizes[0] != sizes[1]:
             raise ValueError(
                 f"NaturalGradient: the checkpoint has groups of {sizes[0]} parameters, this "

@@ -379,8 +379,8 @@ def whiten(blocks: Tensor, factors: Sequence[Tensor], symmetric: bool) -> Tensor
         if factor.ndim == 2:
             blocks = blocks * along(factor.square(), blocks, dim)
         else:
-            back = factor if symmetric else factor.mT
-            blocks = multiply(multiply(blocks, factor, dim), back, dim)
+            transposed = factor if symmetric else factor.mT
+            blocks = multiply(multiply(blocks, factor, dim), transposed, dim)
     return blocks
 
 
@@ -390,22 +390,22 @@ def procrustes(factor: Tensor, probes: Tensor) -> Tensor:
     a = (1/8)/‖R‖, and no more than −tr(RQ)/tr(RRQ), where the trace of Q is largest. [B, n, n]
     """
 
-    def dot(one: Tensor, other: Tensor) -> Tensor:
+    def dot(x: Tensor, y: Tensor) -> Tensor:
         """Σ XᵢⱼYᵢⱼ without storing the product. [B]"""
-        return (one.flatten(1).unsqueeze(1) @ other.flatten(1).unsqueeze(2)).flatten()
+        return (x.flatten(1).unsqueeze(1) @ y.flatten(1).unsqueeze(2)).flatten()
 
     # −R instead of R: its rows are in memory as those of Q are
-    back = factor - factor.mT
-    top = back.abs().amax((1, 2))
-    back /= torch.where(top > 0, top, 1)[:, None, None]
-    turned = back @ factor
+    skew = factor - factor.mT
+    top = skew.abs().amax((1, 2))
+    skew /= torch.where(top > 0, top, 1)[:, None, None]
+    turned = skew @ factor
     # tr(RX) = Σ Rᵢⱼ Xⱼᵢ and Rᵢⱼ = −Rⱼᵢ
-    slope, bend = dot(back, factor), -dot(back, turned)
-    norm = norm_bound(back, torch.ones_like(top), -probes)  # from where R and probes would lead
+    slope, bend = dot(skew, factor), -dot(skew, turned)
+    norm = norm_bound(skew, torch.ones_like(top), -probes)  # the bound of R from the probes
     angle = 1 / (8 * torch.where(norm > 0, norm, 1))
     angle = torch.where(bend < 0, angle.minimum(slope / torch.where(bend < 0, -bend, 1)), angle)
     angle = torch.where(slope > 0, angle, 0)[:, None, None]
-    return factor.addcmul(turned, -angle).addcmul_(back @ turned, angle.square() / 2)
+    return factor.addcmul(turned, -angle).addcmul_(skew @ turned, angle.square() / 2)
 
 
 def balance_(factors: Sequence[Tensor], due: Tensor) -> None:

@@ -108,8 +108,8 @@ class Shampoo(Preconditioned):
         # KL-Shampoo: F_i sees gradients that the other dimensions' roots have whitened
         factors = _factors(state, grad.ndim - 1)
         for i in sides_of(state):
-            others = [Identity() if j == i else factor for j, factor in enumerate(factors)]
-            white = Kron(tuple(others)).apply(grad)
+            sides = [Identity() if j == i else factor for j, factor in enumerate(factors)]
+            white = Kron(tuple(sides)).apply(grad)
             scale = grad.size(i + 1) / prod(grad.shape[1:])
             observe_side_(state[f"cov.{i}"], white, i, group["factor_beta"], scale)
 
