@@ -192,7 +192,7 @@ def _isokron() -> dict[str, Any]:
 
 
 @cache
-def mesh(*shape: int) -> DeviceMesh:
+def mesh(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
     """In a rank, the one mesh of this shape: torch takes two that look alike for the same, and
     may send what belongs to one over the groups of the other."""
-    return init_device_mesh("cpu", shape)
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)

@@ -18,7 +18,7 @@ from torch.utils.benchmark import Timer
 
 from isokron.distributed.block_exchange import block_parts, directions_traffic
 from isokron.distributed.block_owners import EIGEN_FLOPS, assign, block_cost, refresh_cost
-from isokron.distributed.dtensor import chunk_bounds, padded_part
+from isokron.distributed.dtensor import chunk_bounds, padded_part, row_shards
 from isokron.distributed.process_group import sent_by_gather, sent_by_reduce
 from isokron.distributed.step_agreement import AGREEMENT_BYTES
 from isokron.optim import AdamW, NaturalGradient, param_groups
@@ -204,7 +204,7 @@ def _cut(sample: GroupLayout, layout: RankLayout) -> dict[Any, dict[Kind, Any]]:
 
 def _held(rows: Sequence[BatchRow], layout: RankLayout) -> tuple[np.ndarray, np.ndarray]:
     """Rank r has elements[index[i], r] elements of the i-th of equal blocks, if sharded."""
-    shape, block_shape = rows[0].param.shape, rows[0].block.shape
+    shape = rows[0].param.shape
     numbers: dict[tuple[int, int], int] = {}
     index, elements = list[int](), list[np.ndarray]()
     for block in (row.block for row in rows if layout.is_sharded(row.param)):
@@ -213,9 +213,8 @@ def _held(rows: Sequence[BatchRow], layout: RankLayout) -> tuple[np.ndarray, np.
         index.append(numbers.setdefault((block.part, block.cut[axis].start), len(numbers)))
         if index[-1] == len(elements):
             held = np.zeros(layout.size, dtype=np.int64)
-            for part in block_parts(block, shape, 0, chunk_bounds(shape[0], layout.size)):
-                share = prod(block_shape) // block_shape[part.axis]
-                held[part.rank] = (part.hi - part.lo) * share
+            for part in block_parts(block, shape, row_shards(shape[0], layout.size)):
+                held[part.rank] = prod(part.shape)
             elements.append(held)
     return np.array(index), np.array(elements)
 

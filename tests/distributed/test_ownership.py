@@ -77,14 +77,25 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def sharded(params: list[nn.Parameter], over: Any) -> list[nn.Parameter]:
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+def sharded(params: list[nn.Parameter], over: Any, layout: str = "") -> list[nn.Parameter]:
+    """Parameters as DTensors; `layout`: the sharded dimension for each dimension of the mesh.
 
-    cut = (Replicate(),) * (over.ndim - 1)
+    "R" replicates, "S" is the _StridedShard(0) of FSDP2 before a dimension of two tensor-parallel
+    ranks, and so are dimensions that a parameter does not have.
+    """
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    def placed(letter: str, ndim: int) -> Any:
+        if letter == "S" and ndim:
+            return _StridedShard(0, split_factor=2)
+        return Shard(int(letter)) if letter.isdigit() and int(letter) < ndim else Replicate()
+
+    layout = layout or "R" * (over.ndim - 1) + "0"
     return [
         nn.Parameter(
             distribute_tensor(
-                p.detach(), over, (*cut, Shard(0) if p.ndim else Replicate()), src_data_rank=None
+                p.detach(), over, [placed(letter, p.ndim) for letter in layout], src_data_rank=None
             )
         )
         for p in params
@@ -102,12 +113,15 @@ def whole_parameters(numbers: list[int]) -> list[list[Tensor]]:
     return found
 
 
-def sharded_parameters(numbers: list[int], shape: tuple[int, ...]) -> list[list[Tensor]]:
-    """As under FSDP2, or HSDP where the mesh has two dimensions."""
+def sharded_parameters(
+    numbers: list[int], shape: tuple[int, ...], layout: str
+) -> list[list[Tensor]]:
+    """As under FSDP2, or HSDP, or tensor parallelism where the mesh has more dimensions."""
     found = []
+    names = ("replicas", "shards", "columns")[: len(shape)] if len(shape) > 2 else None
     for number in numbers:
         case = CASES[number]
-        params = sharded(make(case)[0], mesh(*shape))
+        params = sharded(make(case)[0], mesh(*shape, names=names), layout)
         optimizer = case.make(params)
         stepped(params, optimizer, range(STEPS))
         found.append([whole(p.detach()) for p in params])
@@ -135,11 +149,24 @@ def test_owned_blocks_of_whole_parameters_step_as_in_one_process(ranks: int) -> 
         compare(numbers, found)
 
 
-@pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)], ids=str)
-def test_sharded_parameters_step_as_in_one_process(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("shape", "layout"),
+    [
+        ((2,), "0"),
+        ((4,), "0"),
+        ((2, 2), "R0"),  # HSDP
+        ((2, 2), "S0"),  # FSDP2 of what ColwiseParallel has cut
+        ((2, 2), "01"),  # FSDP2 of what RowwiseParallel has cut
+        ((2, 2), "00"),
+        ((2, 2), "10"),
+        ((2, 2), "0R"),
+        ((2, 1, 2), "R01"),  # HSDP and tensor parallelism
+    ],
+)
+def test_sharded_parameters_step_as_in_one_process(shape: tuple[int, ...], layout: str) -> None:
     ranks = torch.Size(shape).numel()
     numbers = chosen(ranks)
-    for found in run(ranks, sharded_parameters, numbers, shape):
+    for found in run(ranks, sharded_parameters, numbers, shape, layout):
         compare(numbers, found)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import isokron
 from cases import CASES, build
-from processes import run
+from processes import mesh, run
 
 NAMES = ("adamw", "shampoo-staggered", "soap-delayed", "soap-averaged", "katie", "skew-delayed")
 CHOSEN = [case for case in CASES if case.name in NAMES]
@@ -32,15 +32,30 @@ class Model(nn.Module):
 
 def made(number: int, kind: str, seed: int = 1) -> tuple[Model, isokron.Preconditioned]:
     model = Model(seed)
-    if kind == "sharded":
+    if kind in ("sharded", "tensor parallel", "vectors"):
+        model.scalar.data = model.scalar.data.view(1)  # FSDP2 has no scalars
+    if kind in ("sharded", "tensor parallel"):
         from torch.distributed.fsdp import fully_shard
 
-        model.scalar.data = model.scalar.data.view(1)  # FSDP2 has no scalars
-        fully_shard(model)
+        over = mesh(2, 2, names=("dp", "tp")) if kind == "tensor parallel" else None
+        if over is not None:
+            cut_for_tensor_parallelism(model, over["tp"])
+        fully_shard(model, mesh=over and over["dp"])
     optimizer = CHOSEN[number].make(isokron.param_groups(model))
     if kind == "whole":
         optimizer.distribute()
     return model, optimizer
+
+
+def cut_for_tensor_parallelism(model: Model, over: Any) -> None:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    cuts = {"matrix": Shard(0), "wide": Shard(1), "convolution": Shard(1), "long": Shard(0)}
+    for name in (*cuts, "short"):  # the others are plain parameters for FSDP2
+        placement = cuts.get(name, Replicate())
+        whole = getattr(model, name).data
+        shards = distribute_tensor(whole, over, [placement], src_data_rank=None)
+        model.register_parameter(name, nn.Parameter(shards))
 
 
 def trained(model: Model, optimizer: isokron.Preconditioned, steps: range) -> None:
@@ -117,6 +132,23 @@ def test_saved_by_two_ranks_it_goes_on_with_one_and_with_four(kind: str, tmp_pat
             compare(found, wanted)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "kind", "others"),
+    [
+        (4, "tensor parallel", [(1, "vectors"), (4, "sharded")]),
+        (4, "sharded", [(4, "tensor parallel")]),
+        (1, "vectors", [(4, "tensor parallel")]),
+    ],
+)
+def test_state_goes_to_a_mesh_of_two_dimensions_and_back(
+    ranks: int, kind: str, others: list[tuple[int, str]], tmp_path: Path
+) -> None:
+    run(ranks, save, tmp_path / "saved", kind)
+    for other_ranks, other in others:
+        for found in run(other_ranks, resume, tmp_path / "saved", other):
+            compare(found, uninterrupted())
+
+
 def test_shards_go_on_as_whole_parameters(tmp_path: Path) -> None:
     """Of a model without scalars, whatever the number of ranks."""
     run(3, save, tmp_path / "saved", "whole")
@@ -142,11 +174,13 @@ def full(kind: str) -> list[bool]:
         if case.name != "adamw":
             with pytest.raises(TypeError, match="holds one rank's part"):
                 saved_and_loaded({"optimizer": optimizer.state_dict()})
-        others = [made(number, kind, seed=2), made(number, kind, seed=2)]
+        # torch cannot distribute what FSDP2 has cut after tensor parallelism into unequal shards
+        others = [made(number, kind, seed=2) for _ in range(1 if kind == "tensor parallel" else 2)]
         for other, _ in others:
             other.load_state_dict(model.state_dict())
         others[0][1].load_state_dict(loaded)
-        set_optimizer_state_dict(*others[1], named, options=options)
+        if len(others) > 1:
+            set_optimizer_state_dict(*others[1], named, options=options)
         trained(model, optimizer, SECOND)
         wanted = result(model, optimizer)
         for other in others:
@@ -163,9 +197,11 @@ def saved_and_loaded(value: dict[str, Any]) -> dict[str, Any]:
     return loaded
 
 
-@pytest.mark.parametrize("kind", ["whole", "sharded"])
-def test_the_full_state_loads_anywhere_and_a_part_refuses_to_be_saved(kind: str) -> None:
-    for same in run(2, full, kind):
+@pytest.mark.parametrize(("ranks", "kind"), [(2, "whole"), (2, "sharded"), (4, "tensor parallel")])
+def test_the_full_state_loads_anywhere_and_a_part_refuses_to_be_saved(
+    ranks: int, kind: str
+) -> None:
+    for same in run(ranks, full, kind):
         assert all(same)
 
 

@@ -16,7 +16,7 @@ from torch import distributed as dist
 import isokron
 from cases import CASES, Case, build
 from isokron.optim.quad_skew import fixed_numbers
-from processes import mesh, outcomes, run
+from processes import outcomes, run
 from white_kron_naive import Naive
 
 NAMES = ("adamw", "muon", "shampoo", "soap", "katie", "quad", "skew")
@@ -352,57 +352,3 @@ def test_a_killed_rank_ends_the_others_and_the_last_checkpoint_loads(tmp_path: P
     assert "waited in all_to_all for ranks that did not come" in str(first)
     assert time.monotonic() - begun < 60  # the timeout is 20 s; loading and saving take the rest
     assert run(1, loading, tmp_path / "saved") == [4.0]
-
-
-def placed() -> list[str]:
-    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-
-    over = mesh(2, 2)
-    weight = torch.ones(8, 6)
-    both = nn.Parameter(distribute_tensor(weight, over, [Shard(0), Shard(1)]))
-    texts = []
-    with pytest.raises(ValueError, match="sharded") as caught:
-        isokron.Muon([("both", both)])
-    texts.append(str(caught.value))
-    optimizer = isokron.Muon([nn.Parameter(weight.clone())])
-    with pytest.raises(ValueError, match="parameter number 0 of shape"):
-        optimizer.add_param_group({"params": [both]})
-    assert len(optimizer.param_groups) == 1
-    columns = nn.Parameter(distribute_tensor(weight, over, [Replicate(), Shard(1)]))
-    columns.grad = DTensor.from_local(weight, over, [Replicate(), Replicate()])
-    with pytest.raises(ValueError, match="placed") as caught:
-        isokron.Muon([columns]).step()
-    texts.append(str(caught.value))
-    return texts
-
-
-def test_placements_that_are_not_supported_are_refused() -> None:
-    for texts in run(4, placed):
-        assert texts[0].startswith("Muon: parameter 'both': a DTensor of shape (8, 6) is placed as")
-        assert "may be sharded along one dimension of a mesh" in texts[0]
-        assert "redistribute the gradient" in texts[1]
-
-
-def tensor_parallel() -> list[Tensor]:
-    """Columns of one matrix and rows of another are on different ranks."""
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
-
-    net = model(28)
-    parallelize_module(net, mesh(2), {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    optimizer = isokron.Shampoo(isokron.param_groups(net), every=3, start=3)
-    train(net, optimizer, 0, 1)
-    params = [p.detach() for p in net.parameters()]
-    return [p.full_tensor() if isinstance(p, DTensor) else p for p in params]
-
-
-def test_tensor_parallel_layers_train_as_one_process() -> None:
-    net = model(28)
-    train(net, isokron.Shampoo(isokron.param_groups(net), every=3, start=3), 0, 1)
-    for found in run(2, tensor_parallel):
-        for (name, one), many in zip(net.named_parameters(), found, strict=True):
-            torch.testing.assert_close(many, one.detach(), rtol=1e-6, atol=1e-7, msg=name)

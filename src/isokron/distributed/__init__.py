@@ -11,7 +11,8 @@ from isokron.distributed.dtensor import (
     is_sharded,
     local,
     part_of,
-    sharded_mesh_dim,
+    row_range,
+    sharded_mesh_dims,
     whole_from,
 )
 from isokron.distributed.process_group import TIMEOUT, Ranks, process_count, ranks_of
@@ -52,8 +53,9 @@ __all__ = [
     "partial_state",
     "process_count",
     "ranks_of",
+    "row_range",
     "shard_rows",
-    "sharded_mesh_dim",
+    "sharded_mesh_dims",
     "unshard_rows",
     "whole_from",
 ]

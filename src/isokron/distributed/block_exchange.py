@@ -6,67 +6,75 @@ parameter only directions travel, by an all-gather, or by broadcasts if most ran
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from math import prod
 
 import torch
 from torch import Tensor
 
 from isokron.block_layout import Block
-from isokron.distributed.dtensor import Place, local
+from isokron.distributed.dtensor import Place, ShardGrid, local
 from isokron.distributed.process_group import Pending, sent_by_broadcast, sent_by_gather
 
 
 @dataclass(frozen=True)
 class BlockPart:
-    """Elements `lo` to `hi` along `axis` of a block, which `rank` has in the block `local` of its
-    shard."""
+    """The part `cut` of a block, which `rank` has as the block `local` of its shard."""
 
     rank: int
-    axis: int
-    lo: int
-    hi: int
+    cut: tuple[slice, ...]
     local: Block
+    shape: tuple[int, ...]
 
 
-def block_parts(
-    block: Block, shape: Sequence[int], dim: int, bounds: Sequence[int]
-) -> list[BlockPart]:
-    """The parts of a block of a parameter that is sharded along `dim` at `bounds`.
+def block_parts(block: Block, shape: Sequence[int], shards: ShardGrid) -> list[BlockPart]:
+    """The parts of a block of a parameter of this shape, one for every shard that overlaps it."""
+    everything = tuple(slice(0, size) for size in block.shape)
+    parts: list[tuple[tuple[int, ...], tuple[slice, ...], Block]] = [((), everything, block)]
+    for dim, bounds in shards.cuts:
+        parts = [
+            ((*numbers, number), narrowed_cut, narrowed)
+            for numbers, cut, part in parts
+            for number, narrowed_cut, narrowed in _narrowed(part, cut, shape, dim, bounds)
+        ]
+    return [BlockPart(shards.ranks[key], cut, part, part.shape) for key, cut, part in parts]
+
+
+def _narrowed(
+    block: Block, cut: tuple[slice, ...], shape: Sequence[int], dim: int, bounds: Sequence[int]
+) -> Iterator[tuple[int, tuple[slice, ...], Block]]:
+    """A block, and the cut that it is, narrowed to each chunk along `dim` that overlaps it.
 
     Dimensions merge with those after them (isokron.block_layout), so a range of a dimension that
-    leads its merged one is a range of that: each part is the block narrowed along one axis.
+    leads its merged one is a range of that: each block is narrowed along one axis.
     """
     first, last, axis, unit = _span(block, shape, dim)
     begin, end = first, last
-    cut = slice(0, 1) if axis is None else block.cut[axis]
+    along = slice(0, 1) if axis is None else block.cut[axis]
     if axis is not None:
-        begin, end = first + cut.start // unit, first - (-cut.stop // unit)
-    parts = []
-    for rank in range(max(0, bisect_right(bounds, begin) - 1), len(bounds) - 1):
-        lo, hi = bounds[rank : rank + 2]
+        begin, end = first + along.start // unit, first - (-along.stop // unit)
+    for number in range(max(0, bisect_right(bounds, begin) - 1), len(bounds) - 1):
+        lo, hi = bounds[number : number + 2]
         if lo >= end:
             break
         start, stop = max(lo, first), min(hi, last)
-        if start >= stop:
-            continue
         index = [*block.index, *[slice(None)] * (dim + 1 - len(block.index))]
         single = isinstance(index[dim], int)
         index[dim] = start - lo if single else slice(start - lo, stop - lo)
         if axis is None:
-            part = replace(block, index=tuple(index))
-            parts.append(BlockPart(rank, 0, 0, block.shape[0], part))
+            yield number, cut, replace(block, index=tuple(index))
             continue
-        offset = (start - first) * unit  # of this shard along the merged axis
-        low, high = max(offset, cut.start), min((stop - first) * unit, cut.stop)
-        if low < high:
-            merged, cuts = list(block.merged), list(block.cut)
-            merged[axis] = (stop - start) * unit
-            cuts[axis] = slice(low - offset, high - offset)
-            part = Block(block.part, tuple(index), tuple(merged), tuple(cuts))
-            parts.append(BlockPart(rank, axis, low - cut.start, high - cut.start, part))
-    return parts
+        offset = (start - first) * unit  # of this chunk along the merged axis
+        low, high = max(offset, along.start), min((stop - first) * unit, along.stop)
+        merged, local_cut, block_cut = list(block.merged), list(block.cut), list(cut)
+        merged[axis] = (stop - start) * unit
+        local_cut[axis] = slice(low - offset, high - offset)
+        at = cut[axis].start - along.start
+        block_cut[axis] = slice(at + low, at + high)
+        narrowed = Block(block.part, tuple(index), tuple(merged), tuple(local_cut))
+        yield number, tuple(block_cut), narrowed
 
 
 def _span(block: Block, shape: Sequence[int], dim: int) -> tuple[int, int, int | None, int]:
@@ -137,7 +145,7 @@ class BlockExchange:
         owners: Sequence[int],
         dtype: torch.dtype | None,
     ) -> None:
-        self.params, self.numbers, self.places = params, numbers, places
+        self.params, self.numbers = params, numbers
         self.owners, self.dtype = owners, dtype
         self.ranks, self.shape = places[0].ranks, blocks[0].shape
         self.owned = [i for i, owner in enumerate(owners) if owner == self.ranks.rank]
@@ -147,10 +155,11 @@ class BlockExchange:
         self._arriving: dict[str, Arriving] = {}
         self._parts: list[list[BlockPart]] | None = None
         self.local_blocks: list[Block | None] = list(blocks)
-        if places[0].dim is not None:
+        if places[0].shards is not None:
             self._parts = [
-                block_parts(block, param.shape, place.dim or 0, place.bounds)
+                block_parts(block, param.shape, place.shards)
                 for param, block, place in zip(params, blocks, places, strict=True)
+                if place.shards is not None
             ]
             self.local_blocks = [
                 next((part.local for part in parts if part.rank == self.ranks.rank), None)
@@ -195,12 +204,12 @@ class BlockExchange:
         owned = [i for i in self.present if self.owners[i] == rank]
         for block, i in zip(directions.unbind(), owned, strict=True):
             for part in self._parts[i]:
-                sent[part.rank].append(block.narrow(part.axis, part.lo, part.hi - part.lo))
+                sent[part.rank].append(block[part.cut])
         parts = [(i, part) for i in self.present for part in self._parts[i] if part.rank == rank]
         sources = [self.owners[i] for i, _ in parts]
-        shapes: list[list[torch.Size]] = [[] for _ in range(self.ranks.size)]
+        shapes: list[list[tuple[int, ...]]] = [[] for _ in range(self.ranks.size)]
         for source, (_, part) in zip(sources, parts, strict=True):
-            shapes[source].append(self._part_shape(part))
+            shapes[source].append(part.shape)
 
         def unpack(received: list[list[Tensor]]) -> list[Tensor]:
             queues = [iter(tensors) for tensors in received]
@@ -236,21 +245,16 @@ class BlockExchange:
             blocks = [like.new_empty(self.shape) for _ in range(count)]
             for tensors_of_rank, slots in zip(received, expected, strict=True):
                 for tensor, (row, part) in zip(tensors_of_rank, slots, strict=True):
-                    blocks[row].narrow(part.axis, part.lo, part.hi - part.lo).copy_(tensor)
+                    blocks[row][part.cut] = tensor
             return blocks
 
-        shapes = [[self._part_shape(part) for _, part in slots] for slots in expected]
+        shapes = [[part.shape for _, part in slots] for slots in expected]
         return self._exchange(sent, shapes, unpack, like)
-
-    def _part_shape(self, part: BlockPart) -> torch.Size:
-        shape = list(self.shape)
-        shape[part.axis] = part.hi - part.lo
-        return torch.Size(shape)
 
     def _exchange(
         self,
         sent: list[list[Tensor]],
-        shapes: list[list[torch.Size]],
+        shapes: list[list[tuple[int, ...]]],
         unpack: Callable[[list[list[Tensor]]], list[Tensor]],
         like: Tensor,
     ) -> Arriving:
@@ -259,12 +263,12 @@ class BlockExchange:
         flat = [tensor.reshape(-1).to(dtype) for tensors in sent for tensor in tensors]
         packed = torch.cat(flat) if flat else like.new_empty(0, dtype=dtype)
         send_sizes = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
-        receive_sizes = [sum(map(torch.Size.numel, of_rank)) for of_rank in shapes]
+        receive_sizes = [sum(map(prod, of_rank)) for of_rank in shapes]
         received = packed.new_empty(sum(receive_sizes))
         pending = self.ranks.all_to_all_into(received, packed, receive_sizes, send_sizes)
 
         def arrived() -> list[Tensor]:
-            sizes = [shape.numel() for of_rank in shapes for shape in of_rank]
+            sizes = [prod(shape) for of_rank in shapes for shape in of_rank]
             pieces = iter(received.to(like.dtype).split(sizes))
             return unpack([[next(pieces).view(shape) for shape in of_rank] for of_rank in shapes])
 

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
+from math import prod
 from typing import Any
 
 import torch
@@ -19,14 +20,22 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from isokron.distributed.dtensor import (
     Place,
-    chunk_bounds,
     is_sharded,
     local,
     mesh_of,
-    sharded_mesh_dim,
+    shard_group,
+    sharded_mesh_dims,
+    shards_on,
     sum_of_bits,
 )
-from isokron.distributed.process_group import TIMEOUT, Ranks, Traffic, control_group, fingerprint
+from isokron.distributed.process_group import (
+    TIMEOUT,
+    RankLost,
+    Ranks,
+    Traffic,
+    control_group,
+    fingerprint,
+)
 from isokron.distributed.rank_tasks import RankFailed
 
 Members = tuple[int, ...]  # sorted global ranks
@@ -126,6 +135,7 @@ class StepAgreement:
     _ranks_by_group: dict[Any, Ranks] = field(default_factory=dict)
     _controls: dict[Members, Ranks] = field(default_factory=dict)
     _members: dict[Any, Members] = field(default_factory=dict)  # by mesh; None: of `ranks`
+    _places: dict[Any, Place] = field(default_factory=dict)  # by shape, mesh and placements
     _steps: int = 0
     _started: bool = False  # whether parameters were found to have the same values on all ranks
 
@@ -134,11 +144,14 @@ class StepAgreement:
         if not is_sharded(param):
             return None if self.ranks is None else Place(self.ranks)
         mesh, placements = mesh_of(param)
-        mesh_dim = sharded_mesh_dim(param)
-        if mesh_dim is None:  # replicated: the ranks of one mesh dimension share the work
-            return Place(self._group_ranks(mesh.get_group(mesh.ndim - 1)))
-        ranks, dim = self._group_ranks(mesh.get_group(mesh_dim)), placements[mesh_dim].dim
-        return Place(ranks, dim, chunk_bounds(param.shape[dim], ranks.size))
+        key = (param.shape, mesh, placements)
+        if key not in self._places:
+            dims = sharded_mesh_dims(param)
+            # the ranks of one mesh dimension share the work on a replicated parameter
+            ranks = self._group_ranks(shard_group(mesh, dims or [mesh.ndim - 1]))
+            shards = shards_on(ranks.members, param, dims) if dims else None
+            self._places[key] = Place(ranks, shards)
+        return self._places[key]
 
     def _group_ranks(self, group: Any) -> Ranks:
         return self._ranks_by_group.setdefault(group, Ranks(group, self.timeout))
@@ -179,7 +192,8 @@ class StepAgreement:
         self._steps += 1
         parties = dict.fromkeys(self.members(p) for group in groups for p in group["params"])
         parties.pop((), None)
-        trouble = raised = None
+        trouble: Trouble | None = None
+        raised: Exception | None = None
         facts: dict[Members, Facts] = {}
         self.length = 0.0
         try:
@@ -189,12 +203,9 @@ class StepAgreement:
         except Exception as error:  # whatever it is, the others must not wait for this rank
             trouble, raised = trouble_of(error), error
         what = f"optimizer.step() number {self._steps}"
-        for party in parties:  # all of them hear of it before any rank raises
-            length = self.length if party == self._members.get(None) else 0.0
-            reported = agreed_trouble(
-                self.control(party), facts.get(party, []), trouble, length, what
-            )
-            trouble = reported or trouble
+        facts = {party: facts.get(party, []) for party in parties}
+        trouble, differing = self._compare_facts(facts, what, trouble, self.length)
+        raised = raised or differing
         if raised is not None:
             raise raised
         if trouble is not None and trouble.level > SKIP:
@@ -208,8 +219,36 @@ class StepAgreement:
 
     def agree(self, facts: Mapping[Members, Facts], what: str) -> None:
         """Raise on all ranks unless the facts of each party are the same on all of its members."""
-        for members, shared in facts.items():
-            agreed_trouble(self.control(members), shared, None, what=what)
+        trouble, differing = self._compare_facts(facts, what)
+        if differing is not None:
+            raise differing
+        if trouble is not None:
+            raise RankFailed(trouble.text)
+
+    def _compare_facts(
+        self,
+        facts: Mapping[Members, Facts],
+        what: str,
+        trouble: Trouble | None = None,
+        length: float = 0.0,
+    ) -> tuple[Trouble | None, RuntimeError | None]:
+        """What is wrong on any rank, and the error of a rank whose party differs in its facts.
+
+        Parties overlap where some parameters are on a part of a mesh. The largest comes last, so
+        that all ranks hear of what differs in a smaller one before any of them raises.
+        """
+        differing: RuntimeError | None = None
+        for party in sorted(facts, key=len):
+            norm = length if party == self._members.get(None) else 0.0
+            try:
+                reported = agreed_trouble(self.control(party), facts[party], trouble, norm, what)
+            except RankLost:
+                raise
+            except RuntimeError as error:
+                differing = differing or error
+                reported = trouble_of(error)
+            trouble = reported or trouble
+        return trouble, differing
 
     def norms(self, groups: Groups) -> list[Tensor]:
         """Norms of the gradients that all ranks must have alike: [n], one tensor a device."""
@@ -252,10 +291,10 @@ class StepAgreement:
         """Raise on all ranks unless replicas of the same shards have the same values."""
         params = [p for group in groups for p in group["params"] if is_sharded(p)]
         params = [p for p in params if self.members(p) == control.members]
-        meshes = [(mesh_of(param)[0], sharded_mesh_dim(param)) for param in params]
-        if all(mesh.size() == (1 if dim is None else mesh.size(dim)) for mesh, dim in meshes):
+        meshes = [(mesh_of(param)[0], sharded_mesh_dims(param)) for param in params]
+        if all(mesh.size() == prod(map(mesh.size, dims)) for mesh, dims in meshes):
             return  # no replicas
-        shards = [None if dim is None else mesh.get_coordinate()[dim] for mesh, dim in meshes]
+        shards = [[mesh.get_coordinate()[dim] for dim in dims] for mesh, dims in meshes]
         bits = [sum_of_bits(local(param)) for param in params]
         # done once, so not counted as traffic of a step
         uncounted = replace(control, traffic=Traffic())

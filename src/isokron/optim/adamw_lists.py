@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
-from isokron.distributed import Place, fill_, gather_parts_, is_sharded, part_of, whole_from
+from isokron.distributed import Place, fill_, gather_parts_, part_of, row_range, whole_from
 from isokron.distributed.gradient_buckets import BUCKET_BYTES, GradientBuckets
 from isokron.kernels import Lists, StepCount, Tensors, adamw_
 from isokron.optim.settings import decay_rate, learning_rate
@@ -201,15 +201,14 @@ def _margins(param: Tensor, place: Place) -> tuple[int, int]:
     With zeros after it no element is at the end of a tensor. The last part of a parameter has them
     before it instead, so that the same elements as in the whole parameter are at the end.
     """
-    by_rows = place.dim == 0 if is_sharded(param) else param.ndim > 0
-    if not by_rows:
+    rows = row_range(param, place)
+    if rows is None:
         return 0, 0
-    ranks, length, row = place.ranks, param.shape[0], prod(param.shape[1:])
-    chunk = -(-length // ranks.size)
-    start, stop = (min(rank * chunk, length) * row for rank in (ranks.rank, ranks.rank + 1))
+    row = prod(param.shape[1:])
+    start, stop = rows[0] * row, rows[1] * row
     if start == stop:
         return 0, 0
-    return (0, (start - stop) % VECTOR) if stop < length * row else (start % VECTOR, 0)
+    return (0, (start - stop) % VECTOR) if stop < param.numel() else (start % VECTOR, 0)
 
 
 def _padded(part: Tensor, margins: tuple[int, int]) -> Tensor:

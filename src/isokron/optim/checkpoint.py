@@ -124,16 +124,10 @@ Entries = Iterator[tuple[Tensor, str, Tensor]]  # parameter, key, value
 def sharded_entries(layouts: Sequence[GroupLayout]) -> Entries:
     """The state of blocks that ranks share, as DTensors over them. All ranks must call it."""
     for exchange, key, stacked in _shared_state(layouts):
-        rows = zip(
-            exchange.params,
-            exchange.numbers,
-            exchange.places,
-            shard_rows(exchange, stacked),
-            strict=True,
-        )
-        for param, number, place, chunk in rows:
+        chunks = shard_rows(exchange, stacked)
+        for param, number, chunk in zip(exchange.params, exchange.numbers, chunks, strict=True):
             shape = stacked.shape[1:]
-            value = dtensor_from(chunk, shape, param, place) if shape else chunk
+            value = dtensor_from(chunk, shape, exchange.ranks) if shape else chunk
             yield param, f"{key}.{number}", value
 
 

@@ -165,7 +165,7 @@ def build_layout(
         place = agreement.place(param)
         if place is not None:  # blocks that other ranks share have batches of their own
             places[param] = place
-            kind = (*kind, place.ranks, place.dim is None)
+            kind = (*kind, place.ranks, place.shards is None)
         if not takes(param, group):
             lists.setdefault(kind, []).append(param)
             continue

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from isokron.block_layout import split_sizes
-from isokron.distributed import is_flat_shard, is_sharded, sharded_mesh_dim
+from isokron.distributed import is_flat_shard, is_sharded, sharded_mesh_dims
 
 P = ParamSpec("P")
 
@@ -396,7 +396,7 @@ def check_param(
         if group["split"] is not None:
             split_sizes(shape[stacked:], group["split"], group["split_dim"])
         if is_sharded(param):
-            sharded_mesh_dim(param)
+            sharded_mesh_dims(param)
     except ValueError as error:
         refuse(f": {error}")
     if not param.is_floating_point():
