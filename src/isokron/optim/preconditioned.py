@@ -22,6 +22,7 @@ from isokron.distributed import (
     check_communication,
     is_receiver,
     is_sharded,
+    local,
     partial_state,
     ranks_of,
 )
@@ -42,11 +43,13 @@ from isokron.optim.settings import (
     check_settings,
     check_spelling,
     layout_settings,
+    learning_rate,
     note_peak_,
     param_name,
     refresh_delay,
+    require,
 )
-from isokron.optim.spectral import spectral_direction
+from isokron.optim.spectral import normalize_rows_, spectral_direction
 
 logger = logging.getLogger(__name__)
 
@@ -150,8 +153,12 @@ class Preconditioned(torch.optim.Optimizer):
         for group, layout in zip(self.param_groups, self._current_layouts(), strict=True):
             note_peak_(group)
             before = layout.averages.before() if layout.averages else []
+            cautious = group["weight_decay"] and group["decay"] == "cautious"
+            weights = [local(param).detach().clone() for param in group["params"] if cautious]
             self._step_blocks(layout, group)
             moved = [params.step_(group) for params in layout.adamw]
+            if weights:
+                _decay_cautiously_(weights, group)
             if layout.averages:
                 layout.averages.after_(before, group)
             if any(moved):  # AdamW's state is in other tensors now
@@ -238,6 +245,11 @@ class Preconditioned(torch.optim.Optimizer):
             if step.batch.refreshes:
                 self._refresher.run(self, step.batch, step.rows, state, group)
             direction = self.direction(grad if self.traits.keeps_moment else moment, state, group)
+            if group["polar"]:
+                direction = spectral_direction(direction)
+        if "row_variance" in state:
+            beta2 = group["betas"][1]
+            direction = normalize_rows_(direction, state["row_variance"], beta2)
         if group["graft"]:
             simple = graft_direction(grad, moment, state, group)
             direction = graft(direction, simple)
@@ -304,6 +316,10 @@ class Preconditioned(torch.optim.Optimizer):
                 state["velocity"] = batch.zeros()
             if group["graft"] not in (None, "sgd"):
                 state["graft"] = batch.zeros()
+            if group["normalize_rows"]:
+                wide = torch.promote_types(batch.dtype, torch.float32)
+                size = (len(batch.rows), batch.shape[0])
+                state["row_variance"] = torch.zeros(size, dtype=wide, device=batch.device)
             if not spectral:
                 state.update(self.init_state(batch, group))
             if refresh_delay(group):
@@ -369,6 +385,7 @@ class Preconditioned(torch.optim.Optimizer):
                     f"{optimizer}: refresh must be 'together' or 'staggered' for a method that "
                     f"names no operator, got refresh={group['refresh']!r}"
                 )
+            self._check_polar(group)
             if self.traits.check is not None:
                 self.traits.check(group)
             if len(set(group["params"])) < len(group["params"]):
@@ -386,6 +403,19 @@ class Preconditioned(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         warn_of_tables(self, group)
+
+    def _check_polar(self, group: Group) -> None:
+        """Refuse polar factors and their rows where directions are no matrices."""
+        optimizer, traits = type(self).__name__, self.traits
+        if group["polar"]:
+            rule = "False for a method that has no Kronecker factors"
+            ok = bool(traits.operator) and traits.work == "eigen"
+            require(ok, optimizer, group, "polar", rule)
+            rule = "False where vectors=True; a vector has no polar factor"
+            require(not group["vectors"], optimizer, group, "polar", rule)
+        polar = group["polar"] or self.work(group) == "polar"
+        rule = "False unless directions are polar factors (Muon, polar=True, route='spectral')"
+        require(polar or not group["normalize_rows"], optimizer, group, "normalize_rows", rule)
 
     def distribute(
         self,
@@ -557,3 +587,12 @@ def _step_of_others(batch: Batch) -> BatchStep | None:
     batch.exchange.discard()
     empty = torch.empty(0, *batch.shape, dtype=batch.dtype, device=batch.device)
     return BatchStep(batch, direction=empty)
+
+
+def _decay_cautiously_(weights: Sequence[Tensor], group: Group) -> None:
+    """W ← W − lr·λW₀ where the step W₀ → W went towards zero (2510.12402). `weights`: W₀."""
+    rate = learning_rate(group) * group["weight_decay"]
+    for param, before in zip(group["params"], weights, strict=True):
+        weight = local(param).detach()
+        aligned = (before - weight).sign() == before.sign()
+        weight.sub_(before * aligned * rate)

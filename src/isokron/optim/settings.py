@@ -19,7 +19,7 @@ P = ParamSpec("P")
 # Types of settings that several constructors take.
 Graft = Literal["sgd", "adagrad", "rmsprop", "adam"] | None
 Refresh = Literal["together", "staggered"] | int
-Average = Literal["schedule_free", "primal"] | None
+Average = Literal["schedule_free", "primal", "tail"] | None
 Nonfinite = Literal["raise", "skip", "ignore"]
 
 # Every group has these keys; an optimizer's own settings override them and add to them.
@@ -36,7 +36,9 @@ SHARED: dict[str, Any] = {
     "max_dim": None,  # longer dimensions are cut into blocks
     "lr_scale": 1.0,  # factor on lr, so that one schedule can drive groups of different rates
     "weight_decay": 0.0,
-    "decay": "decoupled",  # or "corrected": scaled by lr / its peak; or "l2": into the gradient
+    # "decoupled"; "corrected": scaled by lr / its peak; "cautious": only of weights that the step
+    # moves towards zero; "l2": into the gradient
+    "decay": "decoupled",
     "momentum": 0.0,
     "nesterov": False,
     "betas": (0.9, 0.999),  # of AdamW and of grafting, and of methods that say so
@@ -44,6 +46,8 @@ SHARED: dict[str, Any] = {
     "amsgrad": False,  # of AdamW
     # True: divide means that start at zero by 1 − βᵗ; AdamW always does
     "use_bias_correction": True,
+    "polar": False,  # True: replace the direction of each block by its polar factor, as in Muon
+    "normalize_rows": False,  # True: divide the rows of polar factors by their RMS over steps
     "graft": None,  # take the step length of "sgd", "adagrad", "rmsprop" or "adam"
     "every": 1,  # steps between refreshes
     "start": None,  # first refresh; then at 2·start, 4·start, … up to every. None: at every
@@ -52,9 +56,10 @@ SHARED: dict[str, Any] = {
     # number n: a refresh runs on a thread and takes effect n steps later
     "refresh": "together",
     "tolerated": 3,  # failed refreshes of a block in a row before an error is raised
-    "average": None,  # "schedule_free" or "primal" averages of the iterates
+    "average": None,  # "schedule_free", "primal" or "tail" averages of the iterates
     "average_beta": 0.9,  # gradients are taken at βx + (1−β)z, x the average and z the iterate
     "average_decay": 0.99,  # of "primal": x ← decay·x + (1−decay)·z
+    "average_fraction": 0.1,  # of "tail": the last part of all steps that is averaged
     "maximize": False,
     "nonfinite": "raise",  # on a gradient that is not finite; or "skip" the step, or "ignore" it
     "flat": False,  # True: AdamW moves small tensors and their gradients into one buffer
@@ -65,9 +70,9 @@ SHARED: dict[str, Any] = {
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "route": ("auto", "method", "adamw", "spectral"),
-    "decay": ("decoupled", "corrected", "l2"),
+    "decay": ("decoupled", "corrected", "cautious", "l2"),
     "graft": (None, "sgd", "adagrad", "rmsprop", "adam"),
-    "average": (None, "schedule_free", "primal"),
+    "average": (None, "schedule_free", "primal", "tail"),
     "nonfinite": ("raise", "skip", "ignore"),
     "mode": ("train", "eval"),
 }
@@ -126,7 +131,7 @@ def note_peak_(group: dict[str, Any]) -> None:
 
 def decay_rate(group: Mapping[str, Any]) -> Any:
     """λ of W ← W − lr·λW; "corrected" lets it fall with the learning rate (2506.02285)."""
-    rate = 0.0 if group["decay"] == "l2" else group["weight_decay"]
+    rate = 0.0 if group["decay"] in ("l2", "cautious") else group["weight_decay"]
     if rate and group["decay"] == "corrected" and group["peak_lr"]:
         return rate * float(group["lr"]) / group["peak_lr"]
     return rate
@@ -293,6 +298,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("lr", "lr_scale", "weight_decay", "eps"), NONNEGATIVE),
     **dict.fromkeys(("momentum", "average_decay"), FRACTION),
     "average_beta": ("at least 0 and at most 1", lambda value: 0 <= _scalar(value) <= 1),
+    "average_fraction": ("above 0 and at most 1", lambda value: 0 < _scalar(value) <= 1),
     **{
         name: (f"one of {', '.join(map(repr, choices))}", choices.__contains__)
         for name, choices in CHOICES.items()
@@ -307,6 +313,7 @@ RULES: dict[str, Rule] = {
     "workspace": ("a whole number of bytes above 0", lambda value: is_whole(value, 1)),
     **dict.fromkeys(("start", "max_dim", "max_rows"), LIMIT),
     **dict.fromkeys(("vectors", "nesterov", "use_bias_correction"), SWITCH),
+    **dict.fromkeys(("polar", "normalize_rows"), SWITCH),
     **dict.fromkeys(("maximize", "amsgrad", "flat"), SWITCH),
     "refresh": (
         "'together', 'staggered' or a delay in steps, a whole number above 0",
