@@ -12,10 +12,10 @@ from cases import equal, net, train
 from naive import gradients
 
 
-@pytest.mark.parametrize("kind", ["schedule_free", "primal", "tail"])
+@pytest.mark.parametrize("kind", ["schedule_free", "primal"])
 def test_averaging_follows_the_naive_version(kind: str) -> None:
     """Momentum descent with weight decay under it, and a learning rate that changes."""
-    beta, keep, decay, fraction = 0.8, 0.9, 0.01, 0.3
+    beta, keep, decay = 0.8, 0.9, 0.01
     grads = gradients((4, 5), 14)
     weight = nn.Parameter(torch.randn(4, 5, dtype=torch.float64))
     optimizer = isokron.Preconditioned(
@@ -26,7 +26,6 @@ def test_averaging_follows_the_naive_version(kind: str) -> None:
         average=kind,
         average_beta=beta,
         average_decay=keep,
-        average_fraction=fraction,
     )
     x = z = y = weight.detach().clone()
     m, total = torch.zeros(4, 5).double(), 0.0
@@ -38,10 +37,9 @@ def test_averaging_follows_the_naive_version(kind: str) -> None:
         m = 0.5 * m + 0.5 * grad
         z = z - lr * (m / (1 - 0.5**t) + decay * y)
         total += lr**2
-        shares = {"schedule_free": lr**2 / total, "primal": 1 - keep}
-        c = shares.get(kind, 1 / (1 + fraction * (t - 1)))
+        c = lr**2 / total if kind == "schedule_free" else 1 - keep
         x = (1 - c) * x + c * z
-        y = z if kind == "tail" else beta * x + (1 - beta) * z
+        y = beta * x + (1 - beta) * z
         torch.testing.assert_close(weight.detach(), y, rtol=1e-9, atol=1e-9)
     optimizer.eval()
     torch.testing.assert_close(weight.detach(), x, rtol=1e-9, atol=1e-9)
@@ -55,7 +53,7 @@ CASES: list[tuple[Any, dict[str, Any]]] = [
     (isokron.Katie, {"every": 3}),
     (isokron.Muon, {}),
 ]
-KINDS = ["schedule_free", "primal", "tail"]
+KINDS = ["schedule_free", "primal"]
 
 
 @pytest.mark.parametrize(
@@ -73,7 +71,7 @@ def test_looking_at_the_average_changes_no_bit_of_the_training(
         train(model, optimizer, range(step, step + 1))
         train(reference, plain, range(step, step + 1))
         optimizer.eval()
-        assert equal(model, reference) == (step == 0 and kind != "primal")
+        assert equal(model, reference) == (step == 0 and kind == "schedule_free")
         optimizer.eval()  # twice is once
         optimizer.train()
     assert equal(model, reference)
@@ -94,27 +92,6 @@ def test_a_checkpoint_taken_in_either_mode_resumes_to_the_same_bits(mode: str) -
         opt.train()
         train(module, opt, range(5, 9))
     assert equal(model, other)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_tail_average_changes_no_bit_of_the_training(dtype: torch.dtype) -> None:
-    model, reference = net(dtype=dtype), net(dtype=dtype)
-    train(model, isokron.SOAP(model.parameters(), average="tail"), range(6), dtype)
-    train(reference, isokron.SOAP(reference.parameters()), range(6), dtype)
-    assert equal(model, reference)
-
-
-def test_a_tail_average_is_near_the_mean_of_the_last_steps() -> None:
-    """A weight that grows by one a step: the mean of the last fraction f is (1 − f/2)·t."""
-    weight = nn.Parameter(torch.zeros(2, 2, dtype=torch.float64))
-    fraction, steps = 0.2, 500
-    optimizer = isokron.Preconditioned([weight], 1.0, average="tail", average_fraction=fraction)
-    for _ in range(steps):
-        weight.grad = -torch.ones_like(weight)
-        optimizer.step()
-    optimizer.eval()
-    expected = (1 - fraction / 2) * steps
-    assert abs(weight.mean().item() / expected - 1) < 0.1
 
 
 def test_a_step_on_the_average_is_refused() -> None:

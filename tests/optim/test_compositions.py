@@ -25,16 +25,6 @@ def naive_polar(update: Tensor) -> Tensor:
     return 0.2 * math.sqrt(max(x.shape)) * x.view_as(update)
 
 
-def naive_rows(updates: list[Tensor], beta: float) -> list[Tensor]:
-    """Every row divided by the root of its running mean square, then the norm it had before."""
-    v, normalized = torch.zeros(len(updates[0]), dtype=torch.float64), []
-    for update in updates:
-        v = beta * v + (1 - beta) * (update.flatten(1) ** 2).mean(1)
-        rows = (update.flatten(1) / v.sqrt()[:, None]).view_as(update)
-        normalized.append(rows * update.norm() / rows.norm())
-    return normalized
-
-
 METHODS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "soap": (isokron.SOAP, test_soap.naive_soap, test_soap.SETTINGS),
     "katie": (isokron.Katie, test_katie.naive_katie, test_katie.SETTINGS),
@@ -42,41 +32,16 @@ METHODS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("rows", [False, True], ids=["polar", "rows"])
 @pytest.mark.parametrize("shape", [(4, 5), (6, 3), (3, 4, 2)], ids=str)
 @pytest.mark.parametrize("name", METHODS)
-def test_whiten_then_polar_follows_the_naive_version(
-    name: str, shape: tuple[int, ...], rows: bool
-) -> None:
+def test_whiten_then_polar_follows_the_naive_version(name: str, shape: tuple[int, ...]) -> None:
     method, naive, settings = METHODS[name]
-
-    def updates(grads: list[Tensor]) -> list[Tensor]:
-        polar = [naive_polar(update) for update in naive(grads)]
-        return naive_rows(polar, settings["betas"][1]) if rows else polar
-
-    settings = {**settings, "vectors": False, "polar": True, "normalize_rows": rows}
-    assert_follows(method, updates, gradients(shape, 20), **settings)
-
-
-@pytest.mark.parametrize(
-    ("method", "route"), [(isokron.Muon, "method"), (isokron.Shampoo, "spectral")]
-)
-@pytest.mark.parametrize("shape", [(6, 6), (4, 6), (6, 4)], ids=str)
-def test_rows_of_polar_factors_are_normalized(
-    method: Any, route: str, shape: tuple[int, int]
-) -> None:
-    beta = 0.9
-
-    def updates(grads: list[Tensor]) -> list[Tensor]:
-        momentum, polar = torch.zeros(shape, dtype=torch.float64), []
-        for grad in grads:
-            momentum = beta * momentum + grad
-            polar.append(naive_polar(momentum))
-        return naive_rows(polar, 0.8)
-
-    settings = {"momentum": beta} if method is isokron.Muon else {"graft": None}
-    settings |= {"betas": (beta, 0.8), "nesterov": False, "vectors": False, "route": route}
-    assert_follows(method, updates, gradients(shape, 8), normalize_rows=True, **settings)
+    assert_follows(
+        method,
+        lambda grads: [naive_polar(update) for update in naive(grads)],
+        gradients(shape, 20),
+        **{**settings, "vectors": False, "polar": True},
+    )
 
 
 def test_a_grafted_polar_factor_has_the_length_of_adam() -> None:
@@ -86,17 +51,6 @@ def test_a_grafted_polar_factor_has_the_length_of_adam() -> None:
     isokron.SOAP([group], lr=1.0, start=1, weight_decay=0.0).step()
     # the first step of Adam has entries ±1
     torch.testing.assert_close(weight.detach().norm(), torch.tensor(16.0), rtol=1e-4, atol=0)
-
-
-def test_a_row_without_gradient_stays_finite_when_rows_are_normalized() -> None:
-    weight = nn.Parameter(torch.ones(4, 6))
-    optimizer = build(isokron.Muon, [weight], normalize_rows=True, weight_decay=0.0)
-    for _ in range(3):
-        weight.grad = torch.randn(4, 6)
-        weight.grad[1] = 0
-        optimizer.step()
-    assert torch.equal(weight[1], torch.ones(6))
-    assert weight.isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
@@ -138,11 +92,7 @@ def test_cautious_decay_spares_weights_that_move_away_from_zero(dtype: torch.dty
         (isokron.Muon, {"polar": True}, "polar must be False for a method that has no Kronecker"),
         (isokron.Quad, {"polar": True}, "polar must be False for a method that has no Kronecker"),
         (isokron.AdamW, {"polar": True}, "polar must be False for a method that has no Kronecker"),
-        (isokron.SOAP, {"normalize_rows": True}, "normalize_rows must be False unless"),
-        (isokron.Muon, {"normalize_rows": None}, "normalize_rows must be True or False"),
         (isokron.Muon, {"decay": "careful"}, "decay must be one of .*'cautious'"),
-        (isokron.Muon, {"average_fraction": 0.0}, "average_fraction must be above 0"),
-        (isokron.Muon, {"average_fraction": 1.5}, "average_fraction must be above 0"),
     ],
 )
 def test_compositions_without_a_meaning_are_refused(

@@ -3,10 +3,8 @@
 z ← z + δ,  x ← (1−c)x + cz,  y = βx + (1−β)z
 
 δ is the optimizer's own step at y. Schedule-free (Defazio et al., 2405.15682): c = γ²/Σγ², γ the
-learning rate. Primal: c = 1 − decay, an exponential mean. Tail (Shamir and Zhang, 1212.1824): β = 0
-and c = 1/(1 + f(t−1)), a mean of about the last fraction f of t steps, for every t. A parameter
-holds y while training and x for evaluation; both are made from x and z alone, so going back and
-forth changes no bit.
+learning rate. Primal: c = 1 − decay, an exponential mean. A parameter holds y while training and
+x for evaluation; both are made from x and z alone, so going back and forth changes no bit.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,31 +38,25 @@ class Averages:
 
     def after_(self, before: Sequence[Tensor | None], group: Mapping[str, Any]) -> None:
         """Take the step that was made at y for a step of z, then move the average and y."""
+        beta = group["average_beta"]
         for i, old in enumerate(before):
             if old is None:
                 continue
             param, iterate, average = self.params[i], self.iterate[i], self.average[i]
-            if group["average"] == "tail":
-                iterate.copy_(param)  # training has the bits that it has without an average
-                average.lerp_(iterate, self._share(i, group))
-                continue
             iterate.add_(param.to(iterate.dtype) - old)
             average.lerp_(iterate, self._share(i, group))
-            param.copy_(iterate.lerp(average, group["average_beta"]))
+            param.copy_(iterate.lerp(average, beta))
 
     def show_(self, mode: str, group: Mapping[str, Any]) -> None:
         """Let the parameters be y ("train") or x ("eval")."""
-        beta = 0.0 if group["average"] == "tail" else group["average_beta"]
         for param, iterate, average in zip(self.params, self.iterate, self.average, strict=True):
-            param.copy_(average if mode == "eval" else iterate.lerp(average, beta))
+            shown = average if mode == "eval" else iterate.lerp(average, group["average_beta"])
+            param.copy_(shown)
 
     def _share(self, i: int, group: Mapping[str, Any]) -> float:
         """c, the newest iterate's share of the average."""
         if group["average"] == "primal":
             return 1 - group["average_decay"]
-        if group["average"] == "tail":
-            self.weight[i] += 1
-            return 1 / (1 + group["average_fraction"] * (float(self.weight[i]) - 1))
         weight = float(learning_rate(group)) ** 2
         self.weight[i] += weight
         return weight / float(self.weight[i]) if weight else 0.0

@@ -49,7 +49,7 @@ from isokron.optim.settings import (
     refresh_delay,
     require,
 )
-from isokron.optim.spectral import normalize_rows_, spectral_direction
+from isokron.optim.spectral import spectral_direction
 
 logger = logging.getLogger(__name__)
 
@@ -247,9 +247,6 @@ class Preconditioned(torch.optim.Optimizer):
             direction = self.direction(grad if self.traits.keeps_moment else moment, state, group)
             if group["polar"]:
                 direction = spectral_direction(direction)
-        if "row_variance" in state:
-            beta2 = group["betas"][1]
-            direction = normalize_rows_(direction, state["row_variance"], beta2)
         if group["graft"]:
             simple = graft_direction(grad, moment, state, group)
             direction = graft(direction, simple)
@@ -316,10 +313,6 @@ class Preconditioned(torch.optim.Optimizer):
                 state["velocity"] = batch.zeros()
             if group["graft"] not in (None, "sgd"):
                 state["graft"] = batch.zeros()
-            if group["normalize_rows"]:
-                wide = torch.promote_types(batch.dtype, torch.float32)
-                size = (len(batch.rows), batch.shape[0])
-                state["row_variance"] = torch.zeros(size, dtype=wide, device=batch.device)
             if not spectral:
                 state.update(self.init_state(batch, group))
             if refresh_delay(group):
@@ -405,17 +398,13 @@ class Preconditioned(torch.optim.Optimizer):
         warn_of_tables(self, group)
 
     def _check_polar(self, group: Group) -> None:
-        """Refuse polar factors and their rows where directions are no matrices."""
+        """Refuse polar factors of directions that are no matrices or no preconditioned moments."""
         optimizer, traits = type(self).__name__, self.traits
-        if group["polar"]:
-            rule = "False for a method that has no Kronecker factors"
-            ok = bool(traits.operator) and traits.work == "eigen"
-            require(ok, optimizer, group, "polar", rule)
-            rule = "False where vectors=True; a vector has no polar factor"
-            require(not group["vectors"], optimizer, group, "polar", rule)
-        polar = group["polar"] or self.work(group) == "polar"
-        rule = "False unless directions are polar factors (Muon, polar=True, route='spectral')"
-        require(polar or not group["normalize_rows"], optimizer, group, "normalize_rows", rule)
+        rule = "False for a method that has no Kronecker factors"
+        ok = bool(traits.operator) and traits.work == "eigen"
+        require(ok or not group["polar"], optimizer, group, "polar", rule)
+        rule = "False where vectors=True; a vector has no polar factor"
+        require(not (group["polar"] and group["vectors"]), optimizer, group, "polar", rule)
 
     def distribute(
         self,

@@ -19,7 +19,7 @@ P = ParamSpec("P")
 # Types of settings that several constructors take.
 Graft = Literal["sgd", "adagrad", "rmsprop", "adam"] | None
 Refresh = Literal["together", "staggered"] | int
-Average = Literal["schedule_free", "primal", "tail"] | None
+Average = Literal["schedule_free", "primal"] | None
 Nonfinite = Literal["raise", "skip", "ignore"]
 
 # Every group has these keys; an optimizer's own settings override them and add to them.
@@ -47,7 +47,6 @@ SHARED: dict[str, Any] = {
     # True: divide means that start at zero by 1 − βᵗ; AdamW always does
     "use_bias_correction": True,
     "polar": False,  # True: replace the direction of each block by its polar factor, as in Muon
-    "normalize_rows": False,  # True: divide the rows of polar factors by their RMS over steps
     "graft": None,  # take the step length of "sgd", "adagrad", "rmsprop" or "adam"
     "every": 1,  # steps between refreshes
     "start": None,  # first refresh; then at 2·start, 4·start, … up to every. None: at every
@@ -56,10 +55,9 @@ SHARED: dict[str, Any] = {
     # number n: a refresh runs on a thread and takes effect n steps later
     "refresh": "together",
     "tolerated": 3,  # failed refreshes of a block in a row before an error is raised
-    "average": None,  # "schedule_free", "primal" or "tail" averages of the iterates
+    "average": None,  # "schedule_free" or "primal" averages of the iterates
     "average_beta": 0.9,  # gradients are taken at βx + (1−β)z, x the average and z the iterate
     "average_decay": 0.99,  # of "primal": x ← decay·x + (1−decay)·z
-    "average_fraction": 0.1,  # of "tail": the last part of all steps that is averaged
     "maximize": False,
     "nonfinite": "raise",  # on a gradient that is not finite; or "skip" the step, or "ignore" it
     "flat": False,  # True: AdamW moves small tensors and their gradients into one buffer
@@ -72,7 +70,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "route": ("auto", "method", "adamw", "spectral"),
     "decay": ("decoupled", "corrected", "cautious", "l2"),
     "graft": (None, "sgd", "adagrad", "rmsprop", "adam"),
-    "average": (None, "schedule_free", "primal", "tail"),
+    "average": (None, "schedule_free", "primal"),
     "nonfinite": ("raise", "skip", "ignore"),
     "mode": ("train", "eval"),
 }
@@ -298,7 +296,6 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("lr", "lr_scale", "weight_decay", "eps"), NONNEGATIVE),
     **dict.fromkeys(("momentum", "average_decay"), FRACTION),
     "average_beta": ("at least 0 and at most 1", lambda value: 0 <= _scalar(value) <= 1),
-    "average_fraction": ("above 0 and at most 1", lambda value: 0 < _scalar(value) <= 1),
     **{
         name: (f"one of {', '.join(map(repr, choices))}", choices.__contains__)
         for name, choices in CHOICES.items()
@@ -312,8 +309,7 @@ RULES: dict[str, Rule] = {
     "every": ("a whole number of at least 1", lambda value: is_whole(value, 1)),
     "workspace": ("a whole number of bytes above 0", lambda value: is_whole(value, 1)),
     **dict.fromkeys(("start", "max_dim", "max_rows"), LIMIT),
-    **dict.fromkeys(("vectors", "nesterov", "use_bias_correction"), SWITCH),
-    **dict.fromkeys(("polar", "normalize_rows"), SWITCH),
+    **dict.fromkeys(("vectors", "nesterov", "use_bias_correction", "polar"), SWITCH),
     **dict.fromkeys(("maximize", "amsgrad", "flat"), SWITCH),
     "refresh": (
         "'together', 'staggered' or a delay in steps, a whole number above 0",
