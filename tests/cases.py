@@ -131,11 +131,10 @@ CASES = [
     Case(
         "soap-polar",
         isokron.SOAP,
-        {"lr": 1e-2, "every": 3, "polar": True, "decay": "cautious"},
+        {"lr": 1e-2, "every": 3, "polar": True, "refresh": "staggered", "max_dim": 8},
         compiles=False,
     ),
     Case("katie-polar", isokron.Katie, {"lr": 2e-2, "every": 3, "polar": True, "max_dim": 8}),
-    Case("adamw-cautious", isokron.AdamW, {"lr": 1e-2, "decay": "cautious"}, compiles=False),
     Case("spectral", isokron.Shampoo, {"lr": 1e-2, "route": "spectral"}),
     Case("whitening", Whitening, {"lr": 1e-2, "weight_decay": 0.1}, compiles=False),
     Case("whitening-grafted", Whitening, {"graft": "rmsprop", "nesterov": True}, compiles=False),

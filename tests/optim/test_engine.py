@@ -217,7 +217,7 @@ def test_parameters_no_step_could_be_right_for_are_refused(param: Tensor, messag
         ({"eps": -1e-8}, "eps must be"),
         ({"betas": (0.9, 1.0)}, "betas must be"),
         ({"betas": 0.9}, "betas must be"),
-        ({"decay": "L2"}, "decay must be one of 'decoupled', 'corrected', 'cautious', 'l2'"),
+        ({"decay": "L2"}, "decay must be one of 'decoupled', 'corrected', 'l2'"),
         ({"graft": "lion"}, "graft must be one of"),
         ({"nonfinite": "warn"}, "nonfinite must be one of"),
         ({"nesterov": True, "momentum": 0.0}, "nesterov must be False"),

@@ -22,7 +22,6 @@ from isokron.distributed import (
     check_communication,
     is_receiver,
     is_sharded,
-    local,
     partial_state,
     ranks_of,
 )
@@ -43,7 +42,6 @@ from isokron.optim.settings import (
     check_settings,
     check_spelling,
     layout_settings,
-    learning_rate,
     note_peak_,
     param_name,
     refresh_delay,
@@ -153,12 +151,8 @@ class Preconditioned(torch.optim.Optimizer):
         for group, layout in zip(self.param_groups, self._current_layouts(), strict=True):
             note_peak_(group)
             before = layout.averages.before() if layout.averages else []
-            cautious = group["weight_decay"] and group["decay"] == "cautious"
-            weights = [local(param).detach().clone() for param in group["params"] if cautious]
             self._step_blocks(layout, group)
             moved = [params.step_(group) for params in layout.adamw]
-            if weights:
-                _decay_cautiously_(weights, group)
             if layout.averages:
                 layout.averages.after_(before, group)
             if any(moved):  # AdamW's state is in other tensors now
@@ -398,13 +392,14 @@ class Preconditioned(torch.optim.Optimizer):
         warn_of_tables(self, group)
 
     def _check_polar(self, group: Group) -> None:
-        """Refuse polar factors of directions that are no matrices or no preconditioned moments."""
+        """Refuse polar factors of vectors, and of directions without roots or eigenbases."""
+        if not group["polar"]:
+            return
         optimizer, traits = type(self).__name__, self.traits
-        rule = "False for a method that has no Kronecker factors"
-        ok = bool(traits.operator) and traits.work == "eigen"
-        require(ok or not group["polar"], optimizer, group, "polar", rule)
-        rule = "False where vectors=True; a vector has no polar factor"
-        require(not (group["polar"] and group["vectors"]), optimizer, group, "polar", rule)
+        rule = "False for a method without roots or eigenbases (SOAP, Shampoo and Katie have them)"
+        require(bool(traits.operator) and traits.work == "eigen", optimizer, group, "polar", rule)
+        rule = "False where vectors=True; vectors have no polar factor"
+        require(not group["vectors"], optimizer, group, "polar", rule)
 
     def distribute(
         self,
@@ -576,12 +571,3 @@ def _step_of_others(batch: Batch) -> BatchStep | None:
     batch.exchange.discard()
     empty = torch.empty(0, *batch.shape, dtype=batch.dtype, device=batch.device)
     return BatchStep(batch, direction=empty)
-
-
-def _decay_cautiously_(weights: Sequence[Tensor], group: Group) -> None:
-    """W ← W − lr·λW₀ where the step W₀ → W went towards zero (2510.12402). `weights`: W₀."""
-    rate = learning_rate(group) * group["weight_decay"]
-    for param, before in zip(group["params"], weights, strict=True):
-        weight = local(param).detach()
-        aligned = (before - weight).sign() == before.sign()
-        weight.sub_(before * aligned * rate)

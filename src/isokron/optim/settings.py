@@ -36,9 +36,7 @@ SHARED: dict[str, Any] = {
     "max_dim": None,  # longer dimensions are cut into blocks
     "lr_scale": 1.0,  # factor on lr, so that one schedule can drive groups of different rates
     "weight_decay": 0.0,
-    # "decoupled"; "corrected": scaled by lr / its peak; "cautious": only of weights that the step
-    # moves towards zero; "l2": into the gradient
-    "decay": "decoupled",
+    "decay": "decoupled",  # or "corrected": scaled by lr / its peak; or "l2": into the gradient
     "momentum": 0.0,
     "nesterov": False,
     "betas": (0.9, 0.999),  # of AdamW and of grafting, and of methods that say so
@@ -68,7 +66,7 @@ SHARED: dict[str, Any] = {
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "route": ("auto", "method", "adamw", "spectral"),
-    "decay": ("decoupled", "corrected", "cautious", "l2"),
+    "decay": ("decoupled", "corrected", "l2"),
     "graft": (None, "sgd", "adagrad", "rmsprop", "adam"),
     "average": (None, "schedule_free", "primal"),
     "nonfinite": ("raise", "skip", "ignore"),
@@ -129,7 +127,7 @@ def note_peak_(group: dict[str, Any]) -> None:
 
 def decay_rate(group: Mapping[str, Any]) -> Any:
     """λ of W ← W − lr·λW; "corrected" lets it fall with the learning rate (2506.02285)."""
-    rate = 0.0 if group["decay"] in ("l2", "cautious") else group["weight_decay"]
+    rate = 0.0 if group["decay"] == "l2" else group["weight_decay"]
     if rate and group["decay"] == "corrected" and group["peak_lr"]:
         return rate * float(group["lr"]) / group["peak_lr"]
     return rate
