@@ -32,7 +32,8 @@ RACES = [
     ("speeches-tiny", 300),
     ("speeches-tiny", 1000),
 ]
-# composition → entrants without and with it
+# composition → entrants without and with it. Only `polar` was kept: the runs of the other options,
+# which are no longer there, are read from the saved file
 COMPOSITIONS = {
     "polar": [
         ("soap", "soap(polar=True)"),
