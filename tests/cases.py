@@ -124,6 +124,13 @@ CASES = [
         {"lr": 3e-2, "every": 4, "refresh": 1, "block_size": 8, "normalize": True},
         compiles=False,
     ),
+    Case(
+        "soap-polar",
+        isokron.SOAP,
+        {"lr": 1e-2, "every": 3, "polar": True, "refresh": "staggered", "max_dim": 8},
+        compiles=False,
+    ),
+    Case("katie-polar", isokron.Katie, {"lr": 2e-2, "every": 3, "polar": True, "max_dim": 8}),
     Case("spectral", isokron.Shampoo, {"lr": 1e-2, "route": "spectral"}),
     Case("whitening", Whitening, {"lr": 1e-2, "weight_decay": 0.1}, compiles=False),
     Case("whitening-grafted", Whitening, {"graft": "rmsprop", "nesterov": True}, compiles=False),

@@ -45,6 +45,7 @@ from isokron.optim.settings import (
     note_peak_,
     param_name,
     refresh_delay,
+    require,
 )
 from isokron.optim.spectral import spectral_direction
 
@@ -238,6 +239,8 @@ class Preconditioned(torch.optim.Optimizer):
             if step.batch.refreshes:
                 self._refresher.run(self, step.batch, step.rows, state, group)
             direction = self.direction(grad if self.traits.keeps_moment else moment, state, group)
+            if group["polar"]:
+                direction = spectral_direction(direction)
         if group["graft"]:
             simple = graft_direction(grad, moment, state, group)
             direction = graft(direction, simple)
@@ -369,6 +372,7 @@ class Preconditioned(torch.optim.Optimizer):
                     f"{optimizer}: refresh must be 'together' or 'staggered' for a method that "
                     f"names no operator, got refresh={group['refresh']!r}"
                 )
+            self._check_polar(group)
             if self.traits.check is not None:
                 self.traits.check(group)
             if len(set(group["params"])) < len(group["params"]):
@@ -386,6 +390,16 @@ class Preconditioned(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         warn_of_tables(self, group)
+
+    def _check_polar(self, group: Group) -> None:
+        """Refuse polar factors of vectors, and of directions without roots or eigenbases."""
+        if not group["polar"]:
+            return
+        optimizer, traits = type(self).__name__, self.traits
+        rule = "False for a method without roots or eigenbases (SOAP, Shampoo and Katie have them)"
+        require(bool(traits.operator) and traits.work == "eigen", optimizer, group, "polar", rule)
+        rule = "False where vectors=True; vectors have no polar factor"
+        require(not group["vectors"], optimizer, group, "polar", rule)
 
     def distribute(
         self,

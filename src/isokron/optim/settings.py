@@ -44,6 +44,7 @@ SHARED: dict[str, Any] = {
     "amsgrad": False,  # of AdamW
     # True: divide means that start at zero by 1 − βᵗ; AdamW always does
     "use_bias_correction": True,
+    "polar": False,  # True: replace the direction of each block by its polar factor, as in Muon
     "graft": None,  # take the step length of "sgd", "adagrad", "rmsprop" or "adam"
     "every": 1,  # steps between refreshes
     "start": None,  # first refresh; then at 2·start, 4·start, … up to every. None: at every
@@ -306,7 +307,7 @@ RULES: dict[str, Rule] = {
     "every": ("a whole number of at least 1", lambda value: is_whole(value, 1)),
     "workspace": ("a whole number of bytes above 0", lambda value: is_whole(value, 1)),
     **dict.fromkeys(("start", "max_dim", "max_rows"), LIMIT),
-    **dict.fromkeys(("vectors", "nesterov", "use_bias_correction"), SWITCH),
+    **dict.fromkeys(("vectors", "nesterov", "use_bias_correction", "polar"), SWITCH),
     **dict.fromkeys(("maximize", "amsgrad", "flat"), SWITCH),
     "refresh": (
         "'together', 'staggered' or a delay in steps, a whole number above 0",

@@ -18,12 +18,14 @@ def spectral_direction(
     coefficients: Choice | None = "classic",
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """scale · polar(M). [B, m, n]
+    """scale · polar(M). [B, m, ...], with all dimensions after m as columns
 
     "match_rms_adamw" is 0.2√max(m, n), at which an update's RMS is about AdamW's; "original" is
     √max(1, m/n).
     """
-    rows, cols = moment.shape[-2:]
+    matrices = moment.flatten(2)
+    rows, cols = matrices.shape[1:]
     original = scale == "original"
     factor = math.sqrt(max(1, rows / cols)) if original else 0.2 * math.sqrt(max(rows, cols))
-    return newton_schulz(moment, steps, coefficients, dtype=dtype) * factor
+    polar = newton_schulz(matrices, steps, coefficients, dtype=dtype) * factor
+    return polar.reshape(moment.shape)
