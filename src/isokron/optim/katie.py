@@ -74,7 +74,7 @@ class Katie(Preconditioned):
     def __init__(
         self,
         params: Params,
-        lr: float | Tensor = 1e-2,
+        lr: float | Tensor = 1e-3,
         *,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,

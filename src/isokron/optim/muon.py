@@ -48,7 +48,7 @@ class Muon(Preconditioned):
     def __init__(
         self,
         params: Params,
-        lr: float | Tensor = 1e-2,
+        lr: float | Tensor = 1e-3,
         *,
         momentum: float = 0.95,
         nesterov: bool = True,

@@ -82,7 +82,7 @@ class WhiteKron(Preconditioned):
     def __init__(
         self,
         params: Params,
-        lr: float | Tensor = 1e-2,
+        lr: float | Tensor = 1e-3,
         *,
         momentum: float = 0.95,
         betas: tuple[float, float] = (0.9, 0.99),

@@ -68,7 +68,7 @@ class SOAP(Preconditioned):
     def __init__(
         self,
         params: Params,
-        lr: float | Tensor = 1e-2,
+        lr: float | Tensor = 1e-3,
         *,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
