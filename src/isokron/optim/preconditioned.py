@@ -31,7 +31,14 @@ from isokron.optim.blocks import Batch, BatchStep, Copies, write_back
 from isokron.optim.flat_buffer import FlatList
 from isokron.optim.gradient_checks import check_sums, check_types, gradient_sums
 from isokron.optim.layout import GroupLayout, Traits, build_layout, matrices_of
-from isokron.optim.moments import counted, first_moment_, graft, graft_direction, heavy_ball_
+from isokron.optim.moments import (
+    counted,
+    first_moment_,
+    graft,
+    graft_direction,
+    heavy_ball_,
+    state_formats,
+)
 from isokron.optim.param_groups import warn_of_tables
 from isokron.optim.refresh import Refresher, is_early, rows_where, wait
 from isokron.optim.settings import (
@@ -207,9 +214,7 @@ class Preconditioned(torch.optim.Optimizer):
             return _step_of_others(batch)
         rows = batch.row_numbers(views)
         index = None if rows is batch.all_rows else sent(rows, batch.device)
-        state = dict(batch.state)
-        if index is not None:
-            state = {key: value[index] for key, value in state.items()}
+        state = batch.read_state(index)
         batch.step[slice(None) if index is None else rows] += 1
         count = batch.step if index is None else batch.step[rows]
         wide = torch.promote_types(batch.dtype, torch.float32)
@@ -237,8 +242,10 @@ class Preconditioned(torch.optim.Optimizer):
         else:
             if step.batch.refreshes:
                 self._refresher.run(self, step.batch, step.rows, state, group)
-            direction = self.direction(grad if self.traits.keeps_moment else moment, state, group)
+            direction = self.direction(moment, state, group)
         if group["graft"]:
+            if self.traits.moment is not None and not spectral:
+                moment = self.traits.moment(state, group)
             simple = graft_direction(grad, moment, state, group)
             direction = graft(direction, simple)
             if not spectral:
@@ -296,9 +303,7 @@ class Preconditioned(torch.optim.Optimizer):
         for batch in layout.batches:
             state = batch.state
             batch.refreshes = self._refreshes() and not spectral
-            if self._beta(group) > 0 and (
-                spectral or not self.traits.keeps_moment or group["graft"]
-            ):
+            if self._beta(group) > 0 and (spectral or self.traits.moment is None):
                 state["momentum"] = batch.zeros()
             if self.traits.heavy_ball and group["momentum"] > 0:
                 state["velocity"] = batch.zeros()
@@ -306,9 +311,15 @@ class Preconditioned(torch.optim.Optimizer):
                 state["graft"] = batch.zeros()
             if not spectral:
                 state.update(self.init_state(batch, group))
+            batch.compress_(state_formats(state, batch.shape, group))
             if refresh_delay(group):
                 operator = [key for key in state if key.split(".")[0] in self.traits.operator]
-                batch.coming = {key: torch.zeros_like(state[key]) for key in operator}
+                batch.coming = {
+                    key: torch.zeros_like(state[key], dtype=torch.bfloat16)
+                    if key in batch.formats
+                    else torch.zeros_like(state[key])
+                    for key in operator
+                }
         return layout
 
     def _show(self, layout: GroupLayout) -> None:

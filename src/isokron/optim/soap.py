@@ -11,6 +11,7 @@ from isokron.operators import KronEigen
 from isokron.optim.blocks import Batch
 from isokron.optim.layout import Traits
 from isokron.optim.moments import (
+    bias,
     corrected,
     counted,
     first_moment_,
@@ -88,7 +89,7 @@ class SOAP(Preconditioned):
         traits = Traits(
             check=check_soap,
             operator=("basis",),
-            keeps_moment=True,
+            moment=first_moment,
             heavy_ball=True,
             squares=True,
         )
@@ -142,14 +143,26 @@ class SOAP(Preconditioned):
 
     def direction(self, grad: Tensor, state: dict[str, Tensor], group: Mapping[str, Any]) -> Tensor:
         beta1, beta2 = group["betas"]
-        bases = [state.get(f"basis.{i}") for i in range(grad.ndim - 1)]
-        eigen = KronEigen(tuple(bases), state["variance"])
+        eigen = _eigen(state)
         turned = eigen.rotate(grad)
         second_moment_(state["variance"], turned, beta2)
         variance = corrected(state["variance"], beta2, state, group)
         deviation, step = variance.sqrt().add_(group["eps"]), counted(state, group)
         moment = first_moment_(state["rotated"], turned, beta1, False, step)
         return eigen.unrotate(moment / deviation)
+
+
+def _eigen(state: Mapping[str, Tensor]) -> KronEigen:
+    bases = [state.get(f"basis.{i}") for i in range(state["variance"].ndim - 1)]
+    return KronEigen(tuple(bases), state["variance"])
+
+
+def first_moment(state: Mapping[str, Tensor], group: Mapping[str, Any]) -> Tensor:
+    """M̂ = Q(QᵀM̂), out of the basis that it is kept in. [B, ...]"""
+    step, rotated = counted(state, group), state["rotated"]
+    return _eigen(state).unrotate(
+        rotated if step is None else rotated / bias(group["betas"][0], step)
+    )
 
 
 def _factor_beta(group: Mapping[str, Any]) -> float:
