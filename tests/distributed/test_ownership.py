@@ -16,13 +16,16 @@ STEPS = 7
 # every class, and every setting by which something else travels or is kept somewhere else
 VARIED = (
     "adamw-amsgrad",
+    "adamw-small",
     "muon-grafted",
     "sign-grafted",
     "shampoo-eigen",
     "shampoo-staggered",
     "soap-delayed",
     "soap-averaged",
+    "soap-small",
     "katie-symmetric",
+    "katie-small",
     "quad-old",
     "skew-delayed",
     "whitening-grafted",

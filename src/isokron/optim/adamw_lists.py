@@ -173,7 +173,10 @@ class CompactList:
     def step_(self, group: Mapping[str, Any]) -> bool:
         """One step; the state stays in its tensors."""
         for param, row, count in zip(self.params, self.rows, self.counts, strict=True):
-            if param.grad is None or not param.numel():
+            if param.grad is None:
+                continue
+            if not param.numel():  # a rank without rows counts steps as the others do
+                row["step"] += 1
                 continue
             moments = [row[name] for name in self.names]
             if self.quantized:

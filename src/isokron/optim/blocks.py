@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from isokron.block_layout import Block
 from isokron.distributed import Arriving, BlockExchange, local
-from isokron.linalg import sent
+from isokron.linalg import halved, mirror_, sent, unhalve_
 from isokron.optim.quantization import dequantize, quantize, stochastic_bfloat16
 from isokron.optim.settings import decay_rate, learning_rate
 
@@ -170,9 +170,11 @@ class Batch:
         # 1 where a refresh has ever made an operator; saved with the state
         self.refreshed = torch.zeros(count, dtype=torch.float32, device="cpu")
         self.state: dict[str, Tensor] = {}
-        # how state is stored in fewer bits: "signed" or "unsigned" codes, or "bfloat16"
+        # how state is stored in fewer bytes: "signed" or "unsigned" codes of 8 bits, in "bfloat16",
+        # or the lower "triangle" of symmetric matrices in bfloat16
         self.formats: dict[str, str] = {}
-        self.decoded: dict[str, Tensor] = {}  # of the rows in a step, by their names in `formats`
+        # of the rows in a step, by names in `formats`: tensors, and versions that tell of changes
+        self.decoded: dict[str, tuple[Tensor, int]] = {}
         # operators whose refresh has begun and does not count yet, by their names in `state`
         self.coming: dict[str, Tensor] = {}
         self.jobs: dict[int, Future[dict[int, Tensor]]] = {}  # by row: the refreshes under way
@@ -234,7 +236,7 @@ class Batch:
         return (rows[0] if len(rows) == 1 else torch.cat(rows)).to(self.dtype)
 
     def compress_(self, formats: Mapping[str, str]) -> None:
-        """Store entries of the state in fewer bits from now on."""
+        """Store entries of the state in fewer bytes from now on."""
         self.formats = dict(formats)
         for key, form in formats.items():
             self.state |= _encoded(key, self.state[key], form, self.step)
@@ -245,13 +247,15 @@ class Batch:
         if index is not None:
             state = {key: value[index] for key, value in state.items()}
         for key, form in self.formats.items():
-            stored = state[key]
-            state[key] = (
-                stored.to(self.dtype)
-                if form == "bfloat16"
-                else dequantize(stored, state.pop(f"scale.{key}"), self.dtype)
-            )
-        self.decoded = {key: state[key] for key in self.formats}
+            if form in ("signed", "unsigned"):
+                state[key] = dequantize(state[key], state.pop(f"scale.{key}"), self.dtype)
+                continue
+            state[key] = state[key].to(self.dtype)
+            if form == "triangle":
+                size = self.shape[int(key.split(".")[1])]
+                matrices = state[key].new_empty(len(state[key]), size, size)
+                state[key] = mirror_(unhalve_(matrices, state[key]))
+        self.decoded = {key: (state[key], state[key]._version) for key in self.formats}
         return state
 
     def turns(self, rows: Tensor) -> Tensor:
@@ -292,8 +296,8 @@ class BatchStep:
         batch, state = self.batch, dict(self.state)
         for key, form in batch.formats.items():
             value = state.pop(key)
-            # most steps change no operator: one that no operation has written to is as it was
-            if value is not batch.decoded.pop(key) or value._version:
+            read, version = batch.decoded.pop(key)
+            if value is not read or value._version != version:  # most steps change no operator
                 state |= _encoded(key, value, form, batch.step[self.rows])
         for key, stored in batch.state.items():
             value = state.get(key, stored)
@@ -331,7 +335,8 @@ class BatchStep:
 
 def _encoded(key: str, value: Tensor, form: str, steps: Tensor) -> dict[str, Tensor]:
     """An entry of the state as it is stored; `steps`: of its rows, on the CPU. [B]"""
-    if form == "bfloat16":
+    if form in ("bfloat16", "triangle"):
+        value = halved(value) if form == "triangle" else value
         return {key: stochastic_bfloat16(value, steps)}
     codes, scale = quantize(value, form == "signed")
     return {key: codes, f"scale.{key}": scale}

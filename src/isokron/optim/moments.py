@@ -147,24 +147,26 @@ def where_observed(fresh: Tensor, key: str, state: Mapping[str, Tensor]) -> Tens
     return torch.where(observed, fresh.to(state[key].dtype), state[key])
 
 
-# Names, up to a dot, of state that can be stored in fewer bits.
+# Names, up to a dot, of state that can be stored in fewer bytes.
 FIRST_MOMENTS = {"momentum", "velocity", "moment", "rotated"}
 SECOND_MOMENTS = {"variance", "graft"}
-FACTORS = {"cov", "basis", "root"}
+SYMMETRIC = {"cov", "root"}
+BASES = {"basis"}
 
 
 def state_formats(
     state: Mapping[str, Tensor], shape: Sequence[int], group: Mapping[str, Any]
 ) -> dict[str, str]:
-    """How the state of blocks of a shape is stored, where it is in fewer bits; see `Batch`."""
+    """How the state of blocks of a shape is stored, where it is in fewer bytes; see `Batch`."""
+    dtype, large = group.get("factor_dtype"), math.prod(shape) >= group["min_8bit_size"]
     formats: dict[str, str] = {}
-    large = math.prod(shape) >= group["min_8bit_size"]
     if group["moments"] == "8bit" and large:
-        formats |= dict.fromkeys(FIRST_MOMENTS, "signed") | dict.fromkeys(
-            SECOND_MOMENTS, "unsigned"
-        )
-    dtype = group.get("factor_dtype")
-    if dtype is torch.bfloat16 or (dtype == "8bit" and large):
-        formats |= dict.fromkeys(FACTORS, "signed" if dtype == "8bit" else "bfloat16")
+        formats |= dict.fromkeys(FIRST_MOMENTS, "signed")
+        formats |= dict.fromkeys(SECOND_MOMENTS, "unsigned")
+    if dtype is torch.bfloat16:
+        formats |= dict.fromkeys(SYMMETRIC | BASES, "bfloat16")
+    elif dtype == "8bit" and large:
+        # errors in the statistics add up over steps, for which 8 bits are too few
+        formats |= dict.fromkeys(SYMMETRIC, "triangle") | dict.fromkeys(BASES, "signed")
     names = {key: key.split(".")[0] for key in state}
     return {key: formats[name] for key, name in names.items() if name in formats}

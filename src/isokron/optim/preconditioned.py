@@ -311,15 +311,16 @@ class Preconditioned(torch.optim.Optimizer):
                 state["graft"] = batch.zeros()
             if not spectral:
                 state.update(self.init_state(batch, group))
-            batch.compress_(state_formats(state, batch.shape, group))
+            formats = state_formats(state, batch.shape, group)
             if refresh_delay(group):
                 operator = [key for key in state if key.split(".")[0] in self.traits.operator]
                 batch.coming = {
-                    key: torch.zeros_like(state[key], dtype=torch.bfloat16)
-                    if key in batch.formats
-                    else torch.zeros_like(state[key])
+                    key: torch.zeros_like(
+                        state[key], dtype=torch.bfloat16 if key in formats else None
+                    )
                     for key in operator
                 }
+            batch.compress_(formats)
         return layout
 
     def _show(self, layout: GroupLayout) -> None:

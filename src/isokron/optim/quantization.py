@@ -1,4 +1,4 @@
-"""Tensors in fewer bits: 8-bit codes that share a scale, and bfloat16 by stochastic rounding.
+"""Tensors in fewer bytes: 8-bit codes with scales, and bfloat16 by stochastic rounding.
 
 Codes are those of "8-bit Optimizers via Block-wise Quantization" (Dettmers et al., 2110.02861),
 except that the signed code is symmetric and the unsigned one has no zero: a second moment that is
@@ -84,7 +84,7 @@ def stochastic_bfloat16(x: Tensor, seeds: Tensor) -> Tensor:
     seeds: one a row, [R], such as the number of steps. The random bits are a function of the seed
     and of an element's position in its row, so resumed runs and other ranks draw the same.
     """
-    rows = x.float().reshape(len(seeds), -1).contiguous()
+    rows = x.float().reshape(len(seeds), x.numel() // max(1, len(seeds))).contiguous()
     bits = rows.view(torch.int32) + _random_bits(rows.size(1), seeds.to(x.device))
     bits &= -1 << DROPPED
     return bits.view(torch.float32).view(x.shape).to(torch.bfloat16)
