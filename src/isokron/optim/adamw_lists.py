@@ -178,11 +178,7 @@ class CompactList:
             if not param.numel():  # a rank without rows counts steps as the others do
                 row["step"] += 1
                 continue
-            moments = [row[name] for name in self.names]
-            if self.quantized:
-                scales = [row[f"{name}_scale"] for name in self.names]
-                pairs = zip(moments, scales, strict=True)
-                moments = [dequantize(codes, scale, self.dtype) for codes, scale in pairs]
+            moments = [self._decoded(row, name) for name in self.names]
             narrow = group["rounding"] == "stochastic" and param.dtype is torch.bfloat16
             weight = param.detach().float() if narrow else param
             grad = param.grad.to(weight.dtype)
@@ -190,10 +186,15 @@ class CompactList:
             update_(lists, group, count)
             if narrow:
                 param.copy_(stochastic_bfloat16(weight, row["step"].view(1)))
-            if self.quantized:
-                for key, value in self._stored(moments).items():
+            for key, value in self._stored(moments).items():
+                if value is not row[key]:
                     row[key].copy_(value)
         return False
+
+    def _decoded(self, row: Mapping[str, Tensor], name: str) -> Tensor:
+        if self.quantized:
+            return dequantize(row[name], row[f"{name}_scale"], self.dtype)
+        return row[name].to(torch.promote_types(self.dtype, torch.float32))
 
     def _stored(self, moments: Sequence[Tensor]) -> dict[str, Tensor]:
         if not self.quantized:

@@ -56,7 +56,7 @@ def quantize(x: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     codes = codes_by_bits.index_select(0, bits.flatten()).view_as(blocks)
     if signed:
         codes = codes * blocks.sign().to(torch.int8)
-    return codes.flatten(1)[:, : prod(x.shape[1:])].reshape(x.shape), scale
+    return codes.flatten(1)[:, : prod(x.shape[1:])].contiguous().view(x.shape), scale
 
 
 def dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -67,7 +67,7 @@ def dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     numbers = blocks.flatten().to(torch.int32).add_(len(levels) // 2 if signed else 0)
     values = levels.index_select(0, numbers).view(blocks.shape).to(dtype)
     values = values.mul_(scale.to(dtype).unsqueeze(-1)).flatten(1)
-    return values[:, : prod(codes.shape[1:])].reshape(codes.shape)
+    return values[:, : prod(codes.shape[1:])].contiguous().view(codes.shape)
 
 
 def _blocks(x: Tensor) -> Tensor:
