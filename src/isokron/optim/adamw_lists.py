@@ -222,15 +222,14 @@ class PartList:
         quantized: bool | None = None,
     ) -> None:
         self.params, self.places = tuple(params), tuple(places)
-        compact = quantized is not None  # whose parts keep their shape, and need no margins
-        if quantized and any(place.dim for place in places):
+        if quantized and (dim := max(place.dim or 0 for place in places)):
             raise ValueError(
                 "AdamW: moments='8bit' needs parameters that are sharded along their first "
-                f"dimension, got dimension {max(place.dim or 0 for place in places)}; set "
-                "moments=None in their group"
+                f"dimension, got dimension {dim}; set moments=None in their group"
             )
         pairs = zip(self.params, self.places, strict=True)
-        self.margins = [None if compact else _margins(*pair) for pair in pairs]
+        # the parts of a CompactList keep their shape, and have no bits to agree with
+        self.margins = [_margins(*pair) if quantized is None else None for pair in pairs]
         parts = [_padded(*pair) for pair in zip(self._parts(), self.margins, strict=True)]
         self.list = (
             FusedList(parts, dtype, amsgrad)

@@ -207,24 +207,22 @@ def _adamw_lists(
     for listed in lists:
         form = (state_dtype(listed[0], group), group["amsgrad"])
         narrow = listed[0].dtype is torch.bfloat16 and group["rounding"] == "stochastic"
-        in_8bit = [param for param in listed if is_quantized(param, group)]
-        chosen = set(map(id, in_8bit))
-        params = [param for param in listed if id(param) not in chosen]
-        for compact, quantized in ((in_8bit, True), (params if narrow else [], False)):
-            if compact and compact[0] in places:
-                yield PartList(compact, [places[p] for p in compact], *form, quantized)
-            elif compact:
-                yield CompactList(compact, *form, quantized)
-        if not params or narrow:
-            continue
-        if params[0] in places:
-            yield PartList(params, [places[param] for param in params], *form)
-            continue
-        small, large = small_and_large(params) if group["flat"] else ([], params)
-        if small:
-            yield FlatList(small, *form)
-        if large:
-            yield FusedList(large, *form)
+        kinds: dict[bool | None, list[Tensor]] = {}  # None: of a FusedList or FlatList
+        for param in listed:
+            kind = is_quantized(param, group) or (False if narrow else None)
+            kinds.setdefault(kind, []).append(param)
+        for quantized, params in kinds.items():
+            if params[0] in places:
+                yield PartList(params, [places[param] for param in params], *form, quantized)
+                continue
+            if quantized is not None:
+                yield CompactList(params, *form, quantized)
+                continue
+            small, large = small_and_large(params) if group["flat"] else ([], params)
+            if small:
+                yield FlatList(small, *form)
+            if large:
+                yield FusedList(large, *form)
 
 
 def waves_of(

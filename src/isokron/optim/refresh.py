@@ -248,11 +248,10 @@ def _finished(batch: Batch, rows: list[int]) -> tuple[State, Tensor]:
     flags = [batch.jobs.pop(row).result()[row] if row in batch.jobs else loaded for row in rows]
     batch.pending -= set(rows)
     index = batch.index(rows)
-    # stored, perhaps, in fewer bits than it is worked on
-    wide = {
-        key: value.to(batch.dtype) for key, value in batch.coming.items() if key in batch.formats
+    operator = {
+        key: value[index].to(batch.dtype) if key in batch.formats else value[index]
+        for key, value in batch.coming.items()
     }
-    operator = {key: value[index] for key, value in (batch.coming | wide).items()}
     return operator, torch.stack(flags, 1)
 
 

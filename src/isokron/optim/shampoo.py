@@ -72,7 +72,8 @@ class Shampoo(Preconditioned):
         form: Keep "root"s, or by "eigen" eigenvalues and eigenvectors.
         solver: Of roots: "eigh", "newton" or "higher"; see isokron.linalg.inverse_root.
         tolerance: For "eigen": a basis that diagonalises F̂ to this relative error is kept.
-        factor_dtype: Of F; None: that of the state.
+        factor_dtype: Of F; None: that of the state. torch.bfloat16 and "8bit" are for its roots
+            too; see docs/memory.md.
     """
 
     @checked_keywords(GROUP_SETTINGS)

@@ -41,7 +41,7 @@ class SOAP(Preconditioned):
     """P = Q[(QᵀM̂) ⊘ (√Ê + ε)], E the second moment of QᵀG, Q the eigenbases of Shampoo's factors.
 
     The first moment is kept in the basis too: a step rotates the gradient into it and the update
-    back, and nothing else.
+    back, and with `graft` also the first moment.
 
     Args:
         params: Parameters, named parameters or parameter groups.
@@ -62,7 +62,8 @@ class SOAP(Preconditioned):
         nonfinite: On a gradient that is not finite: "raise", "skip" the step or "ignore" it.
 
     Group settings besides the shared ones of docs/engine.md:
-        factor_dtype: Of the factors; None: that of the state.
+        factor_dtype: Of the factors; None: that of the state. torch.bfloat16 and "8bit" are for
+            the bases too; see docs/memory.md.
     """
 
     @checked_keywords(GROUP_SETTINGS)
