@@ -127,7 +127,7 @@ def tables(results: dict[str, Any]) -> str:
         if not values:
             return "–"
         spread = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
-        return f"{statistics.mean(values):.4f}{spread}"
+        return f"{statistics.mean(values):.4f}{spread} (n={len(values)})"
 
     columns = ("task", "optimizer", "MiB, float32", "small", "ratios to AdamW in float32")
     lines = [f"| {' | '.join(columns)} | loss, float32 | small |", "|---|---|---|---|---|---|---|"]
