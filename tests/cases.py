@@ -75,9 +75,13 @@ class Case:
         return build(self.optimizer, params, **{**self.settings, **settings})
 
 
+# everything that can be stored in fewer bits is, whatever its size
+SMALL = {"moments": "8bit", "min_8bit_size": 0, "rounding": "stochastic"}
+
 CASES = [
     Case("adamw", isokron.AdamW, {"lr": 1e-2}, compiles=False),
     Case("adamw-amsgrad", isokron.AdamW, {"lr": 1e-2, "amsgrad": True}, compiles=False),
+    Case("adamw-small", isokron.AdamW, {"lr": 1e-2, **SMALL}, compiles=False),
     Case("muon", isokron.Muon, {"lr": 1e-2}),
     Case("muon-grafted", isokron.Muon, {"lr": 1e-2, "graft": "adam", "decay": "l2"}),
     Case("sign", isokron.SignDescent, {"lr": 6e-3}),
@@ -104,7 +108,18 @@ CASES = [
         {"lr": 1e-2, "every": 3, "average": "schedule_free", "betas": (0.0, 0.95)},
         compiles=False,
     ),
+    Case(
+        "soap-small",
+        isokron.SOAP,
+        {"lr": 1e-2, "every": 4, "refresh": 2, "factor_dtype": "8bit", **SMALL},
+        compiles=False,
+    ),
     Case("katie", isokron.Katie, {"lr": 1e-2, "every": 3}),
+    Case(
+        "katie-small",
+        isokron.Katie,
+        {"lr": 1e-2, "every": 3, "factor_dtype": torch.bfloat16, **SMALL},
+    ),
     Case(
         "katie-symmetric",
         isokron.Katie,
@@ -131,6 +146,7 @@ CASES = [
         compiles=False,
     ),
     Case("katie-polar", isokron.Katie, {"lr": 2e-2, "every": 3, "polar": True, "max_dim": 8}),
+    Case("quad-small", isokron.Quad, {"lr": 3e-2, "graft": "adam", **SMALL}, compiles=False),
     Case("spectral", isokron.Shampoo, {"lr": 1e-2, "route": "spectral"}),
     Case("whitening", Whitening, {"lr": 1e-2, "weight_decay": 0.1}, compiles=False),
     Case("whitening-grafted", Whitening, {"graft": "rmsprop", "nesterov": True}, compiles=False),

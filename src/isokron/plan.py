@@ -230,7 +230,7 @@ def _add_elements(
         form, numel = _form(param), param.numel()
         parts = _part_sizes(param.shape, layout.size)
         if form in moments:
-            costs.state[:] += state_bytes(moments[form]) // numel * parts
+            costs.state[:] += state_bytes(moments[form]) * parts // numel
             if layout.kind == "ddp" and param.ndim:
                 size = padded_part(param.shape, layout.size) * param.itemsize
                 costs.sent[:] += sent_by_gather(size, layout.size)

@@ -16,13 +16,16 @@ STEPS = 7
 # every class, and every setting by which something else travels or is kept somewhere else
 VARIED = (
     "adamw-amsgrad",
+    "adamw-small",
     "muon-grafted",
     "sign-grafted",
     "shampoo-cut",
     "shampoo-staggered",
     "soap-delayed",
     "soap-averaged",
+    "soap-small",
     "katie-symmetric",
+    "katie-small",
     "quad-old",
     "skew-delayed",
     "whitening-grafted",
@@ -291,3 +294,19 @@ def joined_later() -> str:
 def test_what_would_move_state_between_ranks_is_refused() -> None:
     for text in run(2, joined_later):
         assert "set split before the first step" in text
+
+
+def columns_in_8bit() -> str:
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    weight = nn.Parameter(distribute_tensor(torch.zeros(16, 16), mesh(2), [Shard(1)]))
+    optimizer = isokron.AdamW([weight], moments="8bit", min_8bit_size=0)
+    weight.grad = torch.ones_like(weight)
+    with pytest.raises(ValueError, match="moments='8bit' needs") as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+def test_columns_of_parameters_are_not_stepped_with_moments_in_8_bits() -> None:
+    for text in run(2, columns_in_8bit):
+        assert "sharded along their first dimension, got dimension 1; set moments=None" in text

@@ -211,12 +211,14 @@ def row_range(tensor: Tensor, place: Place) -> tuple[int, int] | None:
 
 
 def whole_from(part: Tensor, like: Tensor, place: Place) -> Tensor:
-    """A DTensor with the shape of `like` of which `part_of` gives `part`."""
+    """A DTensor placed as `like`, with its number of rows if cut by rows, else with its shape, of
+    which `part_of` gives `part`."""
     if like.ndim == 0:
         return part
+    shape = like.shape if row_range(like, place) is None else (len(like), *part.shape[1:])
     if is_sharded(like):
-        return _dtensor(part, like.shape, *mesh_of(like))
-    return dtensor_from(part, like.shape, place.ranks)
+        return _dtensor(part, shape, *mesh_of(like))
+    return dtensor_from(part, shape, place.ranks)
 
 
 def dtensor_from(chunk: Tensor, shape: Sequence[int], ranks: Ranks) -> Tensor:

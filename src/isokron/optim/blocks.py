@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from isokron.block_layout import Block
 from isokron.distributed import Arriving, BlockExchange, local
-from isokron.linalg import sent
+from isokron.linalg import halved, mirror_, sent, unhalve_
+from isokron.optim.quantization import dequantize, quantize, stochastic_bfloat16
 from isokron.optim.settings import decay_rate, learning_rate
 
 # Elements below which looking up a tensor takes longer than copying it.
@@ -169,6 +170,11 @@ class Batch:
         # 1 where a refresh has ever made an operator; saved with the state
         self.refreshed = torch.zeros(count, dtype=torch.float32, device="cpu")
         self.state: dict[str, Tensor] = {}
+        # how state is stored in fewer bytes: "signed" or "unsigned" codes of 8 bits, in "bfloat16",
+        # or the lower "triangle" of symmetric matrices in bfloat16
+        self.formats: dict[str, str] = {}
+        # of the rows in a step, by names in `formats`: tensors, and versions that tell of changes
+        self.decoded: dict[str, tuple[Tensor, int]] = {}
         # operators whose refresh has begun and does not count yet, by their names in `state`
         self.coming: dict[str, Tensor] = {}
         self.jobs: dict[int, Future[dict[int, Tensor]]] = {}  # by row: the refreshes under way
@@ -229,6 +235,29 @@ class Batch:
         rows = [view.read(tensor) for view, tensor in zip(views, tensors, strict=True)]
         return (rows[0] if len(rows) == 1 else torch.cat(rows)).to(self.dtype)
 
+    def compress_(self, formats: Mapping[str, str]) -> None:
+        """Store entries of the state in fewer bytes from now on."""
+        self.formats = dict(formats)
+        for key, form in formats.items():
+            self.state |= _encoded(key, self.state[key], form, self.step)
+
+    def read_state(self, index: Tensor | None) -> dict[str, Tensor]:
+        """The state of rows, or of all, to work on; it shares memory where it can."""
+        state = dict(self.state)
+        if index is not None:
+            state = {key: value[index] for key, value in state.items()}
+        for key, form in self.formats.items():
+            if form in ("signed", "unsigned"):
+                state[key] = dequantize(state[key], state.pop(f"scale.{key}"), self.dtype)
+                continue
+            state[key] = state[key].to(self.dtype)
+            if form == "triangle":
+                size = self.shape[int(key.split(".")[1])]
+                matrices = state[key].new_empty(len(state[key]), size, size)
+                state[key] = mirror_(unhalve_(matrices, state[key]))
+        self.decoded = {key: (state[key], state[key]._version) for key in self.formats}
+        return state
+
     def turns(self, rows: Tensor) -> Tensor:
         """How many gradients rows have seen, less the steps their refreshes are shifted by. [B]"""
         turns = self.step - self.phase
@@ -264,26 +293,35 @@ class BatchStep:
 
     def store_state_(self) -> None:
         """Write the state of the rows that stepped back to the batch."""
-        for key, value in self.batch.state.items():
-            if self.index is not None:
-                value[self.index] = self.state[key]
-            elif self.state[key] is not value:
-                value.copy_(self.state[key])
+        batch, state = self.batch, dict(self.state)
+        for key, form in batch.formats.items():
+            value = state.pop(key)
+            read, version = batch.decoded.pop(key)
+            if value is not read or value._version != version:  # most steps change no operator
+                state |= _encoded(key, value, form, batch.step[self.rows])
+        for key, stored in batch.state.items():
+            value = state.get(key, stored)
+            if value is not stored and self.index is not None:
+                stored[self.index] = value
+            elif value is not stored:
+                stored.copy_(value)
 
     def write_(self, group: Mapping[str, Any], copies: Copies) -> None:
         """W ← W(1 − lr·λ) − lr·P"""
         lr, decay = learning_rate(group), decay_rate(group)
-        batch = self.batch
+        batch, stochastic = self.batch, group["rounding"] == "stochastic"
         if batch.exchange is not None and self.arriving is not None:
             blocks = [writable(param, block, copies) for param, block in batch.exchange.targets()]
-            _descend_(blocks, self.arriving.take(), lr, decay)
-        elif batch.is_small:
+            seed = batch.exchange.step.max() if stochastic else None
+            _descend_(blocks, self.arriving.take(), lr, decay, seed)
+        elif batch.is_small and not stochastic:
             weights = batch.weights(self.views)
             _descend_([weights], [self.direction], lr, decay)
             torch._foreach_copy_([view.param for view in self.views], list(weights.unbind()))
         else:
             blocks = [view.writable(copies) for view in self.views]
-            _descend_(blocks, self._directions_of_views(), lr, decay)
+            seed = batch.step.max() if stochastic else None
+            _descend_(blocks, self._directions_of_views(), lr, decay, seed)
 
     def _directions_of_views(self) -> list[Tensor]:
         if len(self.views) == len(self.direction):
@@ -295,8 +333,26 @@ class BatchStep:
         ]
 
 
-def _descend_(blocks: list[Tensor], directions: list[Tensor], lr: Any, decay: Any) -> None:
+def _encoded(key: str, value: Tensor, form: str, steps: Tensor) -> dict[str, Tensor]:
+    """An entry of the state as it is stored; `steps`: of its rows, on the CPU. [B]"""
+    if form in ("bfloat16", "triangle"):
+        value = halved(value) if form == "triangle" else value
+        return {key: stochastic_bfloat16(value, steps)}
+    codes, scale = quantize(value, form == "signed")
+    return {key: codes, f"scale.{key}": scale}
+
+
+def _descend_(
+    blocks: list[Tensor], directions: list[Tensor], lr: Any, decay: Any, seed: Tensor | None = None
+) -> None:
+    """B ← B(1 − lr·λ) − lr·P; bfloat16 is rounded stochastically if there is a seed."""
     if not blocks:
+        return
+    if seed is not None and blocks[0].dtype is torch.bfloat16:
+        wide = [block.float() for block in blocks]
+        _descend_(wide, directions, lr, decay)
+        for block, value in zip(blocks, wide, strict=True):
+            block.copy_(stochastic_bfloat16(value, seed.view(1)))
         return
     if decay:
         torch._foreach_mul_(blocks, 1 - lr * decay)

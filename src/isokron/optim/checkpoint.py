@@ -200,7 +200,13 @@ def _check_shapes(
 ) -> None:
     for _, where, saved, expected in _pairs(layout, state, group, optimizer):
         for key in saved.keys() & expected.keys():
-            shape = torch.as_tensor(saved[key]).shape
+            value = torch.as_tensor(saved[key])
+            shape = value.shape
+            if value.is_floating_point() != expected[key].is_floating_point():
+                raise ValueError(
+                    f"{where}: {key!r} is in {value.dtype} in the state and in "
+                    f"{expected[key].dtype} here; set moments before the first step"
+                )
             if shape != expected[key].shape:
                 raise ValueError(
                     f"{where}: {key!r} has shape {tuple(shape)} in the state and "

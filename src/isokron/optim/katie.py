@@ -67,7 +67,8 @@ class Katie(Preconditioned):
 
     Group settings besides the shared ones of docs/engine.md:
         statistic: "raw" takes the factors from G, which counts its scale twice; for comparison.
-        factor_dtype: Of K; None: that of the state.
+        factor_dtype: Of K; None: that of the state. torch.bfloat16 and "8bit" are for its roots
+            too; see docs/memory.md.
     """
 
     @checked_keywords(GROUP_SETTINGS)

@@ -18,7 +18,7 @@ from isokron.distributed import (
     block_cost,
     factored_sizes,
 )
-from isokron.optim.adamw_lists import FusedList, PartList
+from isokron.optim.adamw_lists import CompactList, FusedList, PartList, is_quantized
 from isokron.optim.averaging import Averages
 from isokron.optim.blocks import Batch, BatchRow
 from isokron.optim.flat_buffer import FlatList, small_and_large
@@ -27,7 +27,7 @@ from isokron.optim.refresh import staggered_phases
 from isokron.optim.settings import layout_settings, state_dtype
 
 Group = Mapping[str, Any]
-AdamWList = FusedList | FlatList | PartList
+AdamWList = FusedList | FlatList | CompactList | PartList
 Loads = dict[Ranks, list[float]]  # the work of each of the ranks that share parameters
 Kind = tuple[Any, ...]  # what blocks of one batch, or parameters of one list, have in common
 
@@ -58,7 +58,8 @@ class Traits:
         takes: (param, group) → whether the method steps it; AdamW steps the others.
         check: (group) raises a ValueError for settings of the method that cannot be right.
         operator: names of the state that `refresh` makes, up to a dot; delayed refreshes need them.
-        keeps_moment: the method keeps the first moment itself; `direction` gets the gradient.
+        moment: (state, group) → the first moment, of a method that keeps it in a form of its own;
+            `direction` then gets the gradient.
         heavy_ball: the first moment's rate is betas[0], and `momentum` acts on the update.
         elementwise: any part of a parameter is stepped as in the whole, so FSDP1's flat shards too.
         squares: statistics hold squares, so gradients that overflow when squared are refused.
@@ -71,7 +72,7 @@ class Traits:
     takes: Callable[[Tensor, Group], bool] = gets_method
     check: Callable[[Group], None] | None = None
     operator: tuple[str, ...] = ()
-    keeps_moment: bool = False
+    moment: Callable[[Mapping[str, Tensor], Group], Tensor] | None = None
     heavy_ball: bool = False
     elementwise: bool = False
     squares: bool = False
@@ -204,16 +205,25 @@ def build_layout(
 def _adamw_lists(
     lists: Sequence[list[Tensor]] | Any, places: Mapping[Tensor, Place], group: Group
 ) -> Iterator[AdamWList]:
-    for params in lists:
-        form = (state_dtype(params[0], group), group["amsgrad"])
-        if params[0] in places:
-            yield PartList(params, [places[param] for param in params], *form)
-            continue
-        small, large = small_and_large(params) if group["flat"] else ([], params)
-        if small:
-            yield FlatList(small, *form)
-        if large:
-            yield FusedList(large, *form)
+    for listed in lists:
+        form = (state_dtype(listed[0], group), group["amsgrad"])
+        narrow = listed[0].dtype is torch.bfloat16 and group["rounding"] == "stochastic"
+        kinds: dict[bool | None, list[Tensor]] = {}  # None: of a FusedList or FlatList
+        for param in listed:
+            kind = is_quantized(param, group) or (False if narrow else None)
+            kinds.setdefault(kind, []).append(param)
+        for quantized, params in kinds.items():
+            if params[0] in places:
+                yield PartList(params, [places[param] for param in params], *form, quantized)
+                continue
+            if quantized is not None:
+                yield CompactList(params, *form, quantized)
+                continue
+            small, large = small_and_large(params) if group["flat"] else ([], params)
+            if small:
+                yield FlatList(small, *form)
+            if large:
+                yield FusedList(large, *form)
 
 
 def waves_of(

@@ -115,9 +115,11 @@ def _scaled(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def zero_covariances(
-    batch: Batch, sides: Iterable[int], dtype: torch.dtype | None
+    batch: Batch, sides: Iterable[int], dtype: torch.dtype | str | None
 ) -> dict[str, Tensor]:
-    return {f"cov.{i}": torch.zeros_like(batch.eyes(batch.shape[i], dtype)) for i in sides}
+    # what is stored in fewer bits is worked on in the state's precision
+    wide = None if dtype is torch.bfloat16 or isinstance(dtype, str) else dtype
+    return {f"cov.{i}": torch.zeros_like(batch.eyes(batch.shape[i], wide)) for i in sides}
 
 
 def sides_of(state: Mapping[str, Tensor]) -> list[int]:
@@ -143,3 +145,28 @@ def where_observed(fresh: Tensor, key: str, state: Mapping[str, Tensor]) -> Tens
     trace = state[f"cov.{key.rpartition('.')[2]}"].diagonal(dim1=-2, dim2=-1).sum(-1)
     observed = (trace != 0).view(-1, *[1] * (fresh.ndim - 1))
     return torch.where(observed, fresh.to(state[key].dtype), state[key])
+
+
+# Names, up to a dot, of state that can be stored in fewer bytes.
+FIRST_MOMENTS = {"momentum", "velocity", "moment", "rotated"}
+SECOND_MOMENTS = {"variance", "graft"}
+SYMMETRIC = {"cov", "root"}
+BASES = {"basis"}
+
+
+def state_formats(
+    state: Mapping[str, Tensor], shape: Sequence[int], group: Mapping[str, Any]
+) -> dict[str, str]:
+    """How the state of blocks of a shape is stored, where it is in fewer bytes; see `Batch`."""
+    dtype, large = group.get("factor_dtype"), math.prod(shape) >= group["min_8bit_size"]
+    formats: dict[str, str] = {}
+    if group["moments"] == "8bit" and large:
+        formats |= dict.fromkeys(FIRST_MOMENTS, "signed")
+        formats |= dict.fromkeys(SECOND_MOMENTS, "unsigned")
+    if dtype is torch.bfloat16:
+        formats |= dict.fromkeys(SYMMETRIC | BASES, "bfloat16")
+    elif dtype == "8bit" and large:
+        # errors in the statistics add up over steps, for which 8 bits are too few
+        formats |= dict.fromkeys(SYMMETRIC, "triangle") | dict.fromkeys(BASES, "signed")
+    names = {key: key.split(".")[0] for key in state}
+    return {key: formats[name] for key, name in names.items() if name in formats}

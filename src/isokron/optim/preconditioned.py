@@ -31,7 +31,14 @@ from isokron.optim.blocks import Batch, BatchStep, Copies, write_back
 from isokron.optim.flat_buffer import FlatList
 from isokron.optim.gradient_checks import check_sums, check_types, gradient_sums
 from isokron.optim.layout import GroupLayout, Traits, build_layout, matrices_of
-from isokron.optim.moments import counted, first_moment_, graft, graft_direction, heavy_ball_
+from isokron.optim.moments import (
+    counted,
+    first_moment_,
+    graft,
+    graft_direction,
+    heavy_ball_,
+    state_formats,
+)
 from isokron.optim.param_groups import warn_of_tables
 from isokron.optim.refresh import Refresher, is_early, rows_where, wait
 from isokron.optim.settings import (
@@ -208,9 +215,7 @@ class Preconditioned(torch.optim.Optimizer):
             return _step_of_others(batch)
         rows = batch.row_numbers(views)
         index = None if rows is batch.all_rows else sent(rows, batch.device)
-        state = dict(batch.state)
-        if index is not None:
-            state = {key: value[index] for key, value in state.items()}
+        state = batch.read_state(index)
         batch.step[slice(None) if index is None else rows] += 1
         count = batch.step if index is None else batch.step[rows]
         wide = torch.promote_types(batch.dtype, torch.float32)
@@ -227,7 +232,7 @@ class Preconditioned(torch.optim.Optimizer):
     def _direction(self, step: BatchStep, group: Group) -> Tensor:
         """Refresh what is due, apply the operator, and graft. [B, ...]"""
         grad, state, spectral = step.grad, step.state, group["route"] == "spectral"
-        moment = grad
+        kept, moment = None if spectral else self.traits.moment, grad
         if "momentum" in state:
             ahead = group["nesterov"] and not self.traits.heavy_ball
             # grafting needs the moment's scale, whatever the method does with it
@@ -238,10 +243,12 @@ class Preconditioned(torch.optim.Optimizer):
         else:
             if step.batch.refreshes:
                 self._refresher.run(self, step.batch, step.rows, state, group)
-            direction = self.direction(grad if self.traits.keeps_moment else moment, state, group)
+            direction = self.direction(grad if kept else moment, state, group)
             if group["polar"]:
                 direction = spectral_direction(direction)
         if group["graft"]:
+            if kept is not None and "momentum" not in state:
+                moment = kept(state, group)
             simple = graft_direction(grad, moment, state, group)
             direction = graft(direction, simple)
             if not spectral:
@@ -299,9 +306,10 @@ class Preconditioned(torch.optim.Optimizer):
         for batch in layout.batches:
             state = batch.state
             batch.refreshes = self._refreshes() and not spectral
-            if self._beta(group) > 0 and (
-                spectral or not self.traits.keeps_moment or group["graft"]
-            ):
+            # a moment that the method keeps in its basis is kept twice for grafting, which saves
+            # products, unless memory is dear
+            twice = group["graft"] and group["moments"] is None
+            if self._beta(group) > 0 and (spectral or self.traits.moment is None or twice):
                 state["momentum"] = batch.zeros()
             if self.traits.heavy_ball and group["momentum"] > 0:
                 state["velocity"] = batch.zeros()
@@ -309,9 +317,16 @@ class Preconditioned(torch.optim.Optimizer):
                 state["graft"] = batch.zeros()
             if not spectral:
                 state.update(self.init_state(batch, group))
+            formats = state_formats(state, batch.shape, group)
             if refresh_delay(group):
                 operator = [key for key in state if key.split(".")[0] in self.traits.operator]
-                batch.coming = {key: torch.zeros_like(state[key]) for key in operator}
+                batch.coming = {
+                    key: torch.zeros_like(
+                        state[key], dtype=torch.bfloat16 if key in formats else None
+                    )
+                    for key in operator
+                }
+            batch.compress_(formats)
         return layout
 
     def _show(self, layout: GroupLayout) -> None:

@@ -106,7 +106,7 @@ class WhiteKron(Preconditioned):
             takes=takes_vectors,
             check=partial(check_white_kron, type(self).__name__),
             operator=("factor", "lipschitz"),
-            keeps_moment=True,
+            moment=debiased_moment,
             work="products",
         )
         super().__init__(params, lr, traits, **settings, vectors=True, **GROUP_SETTINGS)
@@ -133,7 +133,7 @@ class WhiteKron(Preconditioned):
             step = counted(state, group)
             corrected = first_moment_(mean, grad, group["momentum"], group["nesterov"], step)
             state["moment"].copy_(mean)  # after the bias correction, which must not see rounding
-        state["corrected"] = corrected
+        state["corrected"] = state["mean"] = corrected
 
     def directions(self, steps: Sequence[BatchStep], group: Mapping[str, Any]) -> None:
         """Normalise moments by layer before factors see them; clip directions by layer after."""
@@ -476,6 +476,11 @@ def _per_block(values: Tensor, blocks: Tensor) -> Tensor:
 
 # Norms of layers. A layer is a parameter, or one matrix of a stacked or split parameter; its blocks
 # may be in several batches.
+
+
+def debiased_moment(state: Mapping[str, Tensor], group: Mapping[str, Any]) -> Tensor:
+    """μ̂ before it is normalised, which is what grafting takes. [B, ...]"""
+    return state["mean"]
 
 
 def clip_by_layer_(steps: Sequence[BatchStep], most: float, divisor: float) -> None:

@@ -235,7 +235,11 @@ def _finished(batch: Batch, rows: list[int]) -> tuple[State, Tensor]:
     flags = [batch.jobs.pop(row).result()[row] if row in batch.jobs else loaded for row in rows]
     batch.pending -= set(rows)
     index = batch.index(rows)
-    return {key: value[index] for key, value in batch.coming.items()}, torch.stack(flags, 1)
+    operator = {
+        key: value[index].to(batch.dtype) if key in batch.formats else value[index]
+        for key, value in batch.coming.items()
+    }
+    return operator, torch.stack(flags, 1)
 
 
 def _refreshed(method: Refreshing, state: State, group: Group, first: bool) -> tuple[State, Tensor]:

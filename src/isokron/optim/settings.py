@@ -60,6 +60,9 @@ SHARED: dict[str, Any] = {
     "nonfinite": "raise",  # on a gradient that is not finite; or "skip" the step, or "ignore" it
     "flat": False,  # True: AdamW moves small tensors and their gradients into one buffer
     "state_dtype": torch.float32,  # least precision of the state; None: the parameter's dtype
+    "moments": None,  # "8bit": in codes of 8 bits, with a scale for every 256 of them
+    "min_8bit_size": 4096,  # tensors and blocks with fewer elements stay in state_dtype
+    "rounding": "nearest",  # of steps of bfloat16 parameters; or "stochastic"
     "workspace": 32 << 20,  # bytes of gradients or factors that are worked on at once
     "mode": "train",  # set by optimizer.train() and optimizer.eval(), for averages
 }
@@ -70,6 +73,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "graft": (None, "sgd", "adagrad", "rmsprop", "adam"),
     "average": (None, "schedule_free", "primal"),
     "nonfinite": ("raise", "skip", "ignore"),
+    "moments": (None, "8bit"),
+    "rounding": ("nearest", "stochastic"),
     "mode": ("train", "eval"),
 }
 
@@ -303,7 +308,7 @@ RULES: dict[str, Rule] = {
         "use a second optimizer)",
         CHOICES["route"].__contains__,
     ),
-    **dict.fromkeys(("warmup", "stacked", "split_dim", "tolerated"), COUNT),
+    **dict.fromkeys(("warmup", "stacked", "split_dim", "tolerated", "min_8bit_size"), COUNT),
     "every": ("a whole number of at least 1", lambda value: is_whole(value, 1)),
     "workspace": ("a whole number of bytes above 0", lambda value: is_whole(value, 1)),
     **dict.fromkeys(("start", "max_dim", "max_rows"), LIMIT),
@@ -351,8 +356,9 @@ def check_factors(optimizer: str, group: Mapping[str, Any]) -> None:
     beta = group["factor_beta"]
     ok = beta is None or 0 <= _scalar(beta) <= 1
     require(ok, optimizer, group, "factor_beta", "at least 0 and at most 1")
-    rule, holds = FLOAT_DTYPE
-    require(holds(group["factor_dtype"]), optimizer, group, "factor_dtype", rule)
+    dtype = group["factor_dtype"]
+    rule = f"{FLOAT_DTYPE[0]}, or '8bit'"
+    require(dtype == "8bit" or _is_dtype(dtype), optimizer, group, "factor_dtype", rule)
 
 
 def check_choices(
@@ -383,6 +389,11 @@ def check_param(
         raise ValueError(f"{optimizer}: parameter {name}{problem}")
 
     stacked, shape = group["stacked"], tuple(param.shape)
+    if is_flat_shard(param) and group["moments"] is not None:
+        refuse(
+            f" was flattened by FSDP1, for which moments must be None, got {group['moments']!r}; "
+            "shard the model with FSDP2 (torch.distributed.fsdp.fully_shard)"
+        )
     if is_flat_shard(param) and not elementwise:
         refuse(
             " was flattened by FSDP1 (FullyShardedDataParallel), which leaves no matrices; shard "

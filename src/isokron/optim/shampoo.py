@@ -60,7 +60,8 @@ class Shampoo(Preconditioned):
     Group settings besides the shared ones of docs/engine.md:
         deficient: ε is "relative", or absolute by "lift"; "pseudo", with ε = 0, is the
             pseudo-inverse.
-        factor_dtype: Of F; None: that of the state.
+        factor_dtype: Of F; None: that of the state. torch.bfloat16 and "8bit" are for its roots
+            too; see docs/memory.md.
     """
 
     @checked_keywords(GROUP_SETTINGS)

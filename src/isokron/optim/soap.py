@@ -11,6 +11,7 @@ from isokron.operators import KronEigen
 from isokron.optim.blocks import Batch
 from isokron.optim.layout import Traits
 from isokron.optim.moments import (
+    bias,
     corrected,
     counted,
     first_moment_,
@@ -40,7 +41,7 @@ class SOAP(Preconditioned):
     """P = Q[(QᵀM̂) ⊘ (√Ê + ε)], E the second moment of QᵀG, Q the eigenbases of Shampoo's factors.
 
     The first moment is kept in the basis too: a step rotates the gradient into it and the update
-    back, and nothing else.
+    back, and with `graft` also the first moment.
 
     Args:
         params: Parameters, named parameters or parameter groups.
@@ -61,7 +62,8 @@ class SOAP(Preconditioned):
         nonfinite: On a gradient that is not finite: "raise", "skip" the step or "ignore" it.
 
     Group settings besides the shared ones of docs/engine.md:
-        factor_dtype: Of the factors; None: that of the state.
+        factor_dtype: Of the factors; None: that of the state. torch.bfloat16 and "8bit" are for
+            the bases too; see docs/memory.md.
     """
 
     @checked_keywords(GROUP_SETTINGS)
@@ -88,7 +90,7 @@ class SOAP(Preconditioned):
         traits = Traits(
             check=check_soap,
             operator=("basis",),
-            keeps_moment=True,
+            moment=first_moment,
             heavy_ball=True,
             squares=True,
         )
@@ -142,14 +144,26 @@ class SOAP(Preconditioned):
 
     def direction(self, grad: Tensor, state: dict[str, Tensor], group: Mapping[str, Any]) -> Tensor:
         beta1, beta2 = group["betas"]
-        bases = [state.get(f"basis.{i}") for i in range(grad.ndim - 1)]
-        eigen = KronEigen(tuple(bases), state["variance"])
+        eigen = _eigen(state)
         turned = eigen.rotate(grad)
         second_moment_(state["variance"], turned, beta2)
         variance = corrected(state["variance"], beta2, state, group)
         deviation, step = variance.sqrt().add_(group["eps"]), counted(state, group)
         moment = first_moment_(state["rotated"], turned, beta1, False, step)
         return eigen.unrotate(moment / deviation)
+
+
+def _eigen(state: Mapping[str, Tensor]) -> KronEigen:
+    bases = [state.get(f"basis.{i}") for i in range(state["variance"].ndim - 1)]
+    return KronEigen(tuple(bases), state["variance"])
+
+
+def first_moment(state: Mapping[str, Tensor], group: Mapping[str, Any]) -> Tensor:
+    """M̂ = Q(QᵀM̂), out of the basis that it is kept in. [B, ...]"""
+    step, rotated = counted(state, group), state["rotated"]
+    return _eigen(state).unrotate(
+        rotated if step is None else rotated / bias(group["betas"][0], step)
+    )
 
 
 def _factor_beta(group: Mapping[str, Any]) -> float:
