@@ -24,6 +24,11 @@ def spectral_direction(
     √max(1, m/n).
     """
     rows, cols = moment.shape[-2:]
-    original = scale == "original"
-    factor = math.sqrt(max(1, rows / cols)) if original else 0.2 * math.sqrt(max(rows, cols))
+    factor = spectral_scale(rows, cols, scale)
     return newton_schulz(moment, steps, coefficients, dtype=dtype) * factor
+
+
+def spectral_scale(rows: int, cols: int, scale: str) -> float:
+    """The spectral norm of an update [rows, cols]."""
+    original = scale == "original"
+    return math.sqrt(max(1, rows / cols)) if original else 0.2 * math.sqrt(max(rows, cols))
