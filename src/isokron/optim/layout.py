@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import prod, sqrt
 from typing import Any
 
 import torch
@@ -49,6 +49,11 @@ def matrices_of(shape: Sequence[int], group: Group) -> list[Block]:
     return blocks_of(shape, group, order=2)
 
 
+def full_rank_norm(shape: Sequence[int], group: Group) -> float:
+    """√max(m, n): the spectral norm of an update of full rank with entries of a fixed size."""
+    return sqrt(max(shape))
+
+
 @dataclass(frozen=True)
 class Traits:
     """How the engine treats a method.
@@ -66,6 +71,8 @@ class Traits:
         debias: divide the first moment by 1 − βᵗ; not where its scale does not matter.
         work: how directions are found, by which blocks are shared among ranks: "eigen", "products"
             or "polar", see `isokron.distributed.block_cost`.
+        norm: (shape, group) → spectral norm of the update of a block at lr = 1, up to a constant,
+            by which learning rates are carried over to other widths, see docs/width.md.
     """
 
     cut: Callable[[Sequence[int], Group], list[Block]] = blocks_of
@@ -78,6 +85,7 @@ class Traits:
     squares: bool = False
     debias: bool = True
     work: str = "eigen"
+    norm: Callable[[Sequence[int], Group], float] = full_rank_norm
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,12 @@
 """Muon: momentum, orthogonalised (K. Jordan et al., 2024; scale of 2502.16982)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from isokron.optim.layout import Traits, matrices_of
+from isokron.optim.layout import Traits, full_rank_norm, matrices_of
 from isokron.optim.preconditioned import Params, Preconditioned
 from isokron.optim.settings import (
     Average,
@@ -17,7 +17,7 @@ from isokron.optim.settings import (
     keywords_of,
     require,
 )
-from isokron.optim.spectral import SCALES, spectral_direction
+from isokron.optim.spectral import SCALES, spectral_direction, spectral_scale
 from isokron.polynomials import Choice, schedule
 
 
@@ -65,7 +65,9 @@ class Muon(Preconditioned):
     ) -> None:
         settings = keywords_of(locals())
         # the polar factor does not depend on the moment's scale
-        traits = Traits(cut=matrices_of, check=check_muon, debias=False, work="polar")
+        traits = Traits(
+            cut=matrices_of, check=check_muon, debias=False, work="polar", norm=muon_norm
+        )
         super().__init__(params, lr, traits, **settings)
 
     def direction(
@@ -74,6 +76,14 @@ class Muon(Preconditioned):
         return spectral_direction(
             moment, group["scale"], group["steps"], group["coefficients"], group["dtype"]
         )
+
+
+def muon_norm(shape: Sequence[int], group: Mapping[str, Any]) -> float:
+    """The spectral norm of an update; a grafted one has the RMS of the other method."""
+    if group["graft"]:
+        return full_rank_norm(shape, group)
+    rows, cols = shape
+    return spectral_scale(rows, cols, group["scale"])
 
 
 def check_muon(group: Mapping[str, Any]) -> None:

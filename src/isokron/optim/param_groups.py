@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from isokron.block_layout import is_matrix, split_sizes
 from isokron.optim.settings import GROUP_KEYS, RULES, SHARED, param_name, require, unknown_keyword
+from isokron.optim.width import read_base_shapes
 
 if TYPE_CHECKING:
     from isokron.optim.preconditioned import Preconditioned
@@ -36,6 +37,7 @@ LAYERS = (
 )
 TALL = 4  # rows per column above which a matrix is a table: MLPs have 4, vocabularies more
 WIDE = 64  # columns per row above which it is one: convolutions have 49, stacks of experts more
+UNSCALED = ("embeddings", "norms", "vectors")  # one learning rate suits all widths
 SEVERAL = 6  # from so many matrices on, a tall first or last one is taken for a table
 
 Patterns = Sequence[str] | str
@@ -47,6 +49,7 @@ def param_groups(
     adamw: Patterns = (),
     method: Patterns = (),
     head: nn.Module | Patterns | None = None,
+    base_shapes: nn.Module | Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> list[dict[str, Any]]:
     """Parameter groups for any isokron optimizer, found by module type, with any group setting.
@@ -64,6 +67,9 @@ def param_groups(
         adamw: Patterns of parameters that AdamW steps.
         method: Patterns of matrices that get the method.
         head: The output layer, as a module or by patterns, where it would not be found.
+        base_shapes: A narrow model of the same structure, or its shapes by parameter name, at whose
+            width `lr` and `weight_decay` were chosen. The optimizer then scales both for the width
+            of this model; see docs/width.md.
         **settings: Any setting of a group (docs/engine.md): a value for all groups, or a mapping
             of patterns to values. One value of `route` is for the matrices, and one of
             `weight_decay` for all but norms and biases. `stacked` also takes patterns alone.
@@ -72,6 +78,7 @@ def param_groups(
     named = _trainable(model)
     kinds = find_kinds(model, _heads(model, named, head))
     parts = find_parts(model)
+    base = {} if base_shapes is None else read_base_shapes(base_shapes, named)
     usual, by_pattern = _split_settings(settings, named)
     by_pattern["route"] = {**_routes(adamw, method, named), **by_pattern.get("route", {})}
     groups: dict[str, dict[str, Any]] = {}
@@ -85,6 +92,9 @@ def param_groups(
         if kind == "raw weights" and not special.keys() & {"route", "stacked", "split"}:
             table = param.ndim > 2 or is_table(param.shape, {**SHARED, **chosen})
             chosen["route"] = guessed[name] = "adamw" if table else usual["route"]
+        raw_table = kind == "raw weights" and chosen["route"] == "adamw"
+        if base.get(name, param.shape) != param.shape and kind not in UNSCALED and not raw_table:
+            chosen["fans"] = fans_of(param.shape, base[name], {**SHARED, **chosen})
         # AdamW works element by element, so how a parameter is cut does not matter
         if chosen["route"] == "adamw":
             chosen = {k: v for k, v in chosen.items() if k not in ("stacked", "split", "split_dim")}
@@ -106,9 +116,11 @@ def group_name(kind: str, settings: Mapping[str, Any], usual: Mapping[str, Any])
     if (split := settings.get("split")) is not None:
         count = str(split) if isinstance(split, int) else "+".join(map(str, split))
         details.append(f"split in {count}" + (" by columns" if settings.get("split_dim") else ""))
+    if fans := settings.get("fans"):
+        details.append(" from ".join(f"{rows}×{cols}" for rows, cols in fans))
     texts = {"lr_scale": "lr × {}", "weight_decay": "decay {}"}
     for key in dict.fromkeys((*texts, *settings)):
-        said = key in ("route", "stacked", "split", "split_dim") or key not in settings
+        said = key in ("route", "stacked", "split", "split_dim", "fans") or key not in settings
         if not said and (key not in usual or settings[key] != usual[key]):
             text = texts.get(key, f"{key} {{}}").format(settings[key])
             details.append("no decay" if key == "weight_decay" and not settings[key] else text)
@@ -141,7 +153,7 @@ def _split_settings(
     by_pattern: dict[str, dict[str, Any]] = {}
     for key, value in settings.items():
         if key not in GROUP_KEYS:
-            takes = {"adamw", "method", "head", *GROUP_KEYS}
+            takes = {"adamw", "method", "head", "base_shapes", *GROUP_KEYS}
             raise TypeError(unknown_keyword("param_groups", key, takes, takes))
         if key == "stacked" and isinstance(value, str | Sequence):
             value = dict.fromkeys([value] if isinstance(value, str) else value, 1)
@@ -277,15 +289,18 @@ def _parts(module: nn.Module) -> dict[Tensor, dict[str, Any]]:
         rows = gates * int(module.hidden_size)  # type: ignore[arg-type]
         weights = [p for p in tensors.values() if p.ndim == 2 and p.size(0) == rows]
         return {weight: {"split": gates, "split_dim": 0} for weight in weights}
-    if _is_transposed(module):
+    if _is_transposed(module) or isinstance(module, _ConvTransposeNd):
         return {tensors["weight"]: {"split_dim": 1}} if "weight" in tensors else {}
     if _of_transformers(module, "Experts"):  # [experts, m, n]
+        layout = vars(module)
         parts: dict[Tensor, dict[str, Any]] = {
-            param: {"stacked": 1} for param in tensors.values() if param.ndim == 3
+            param: {"stacked": 1, "split_dim": int(layout.get("is_transposed", False))}
+            for param in tensors.values()
+            if param.ndim == 3
         }
-        gate_up, layout = tensors.get("gate_up_proj"), vars(module)
+        gate_up = tensors.get("gate_up_proj")
         if gate_up in parts and layout.get("has_gate") and layout.get("is_concatenated"):
-            parts[gate_up] |= {"split": 2, "split_dim": int(layout["is_transposed"])}
+            parts[gate_up]["split"] = 2
         return parts
     fused = dict(module.named_children()).get("c_attn")  # GPT-2's query, key and value side by side
     if fused is not None and _is_transposed(fused) and _of_transformers(module, "Attention"):
@@ -441,6 +456,22 @@ def _sides(shape: Sequence[int], group: Mapping[str, Any]) -> tuple[int, int]:
         dim = group["split_dim"]
         sides[dim] = max(split_sizes(sides, group["split"], dim))
     return sides[0], math.prod(sides[1:])
+
+
+def fans_of(
+    shape: Sequence[int], base: Sequence[int], group: Mapping[str, Any]
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """(outputs, inputs) of a parameter's matrix, and of that of the narrow model, of shape `base`.
+
+    Of a split parameter it is the largest part; `split_dim` is the dimension of the outputs.
+    """
+    rows, cols = _sides(shape, group)
+    (size, *others), (base_size, *base_others) = shape[group["stacked"] :], base[group["stacked"] :]
+    base_rows = max(1, round(rows * base_size / size))
+    base_cols = max(1, round(cols * math.prod(base_others) / math.prod(others)))
+    if group["split_dim"]:
+        return (cols, rows), (base_cols, base_rows)
+    return (rows, cols), (base_rows, base_cols)
 
 
 def gets_method(param: Tensor, group: Mapping[str, Any]) -> bool:

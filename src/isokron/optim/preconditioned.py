@@ -55,6 +55,7 @@ from isokron.optim.settings import (
     require,
 )
 from isokron.optim.spectral import spectral_direction
+from isokron.optim.width import scale_by_width_
 
 logger = logging.getLogger(__name__)
 
@@ -390,6 +391,8 @@ class Preconditioned(torch.optim.Optimizer):
             self._check_polar(group)
             if self.traits.check is not None:
                 self.traits.check(group)
+            if "fans" in group:
+                scale_by_width_(group, self.traits)
             if len(set(group["params"])) < len(group["params"]):
                 raise ValueError(
                     f"{optimizer}: a parameter is in a group twice and would be stepped twice; "

@@ -1,6 +1,7 @@
 """Sign descent: every element of a matrix moves by the learning rate (Signum, 1802.04434)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from math import prod, sqrt
 from typing import Any
 
 from torch import Tensor
@@ -42,9 +43,15 @@ class SignDescent(Preconditioned):
         nonfinite: Nonfinite = "raise",
     ) -> None:
         # the sign of a moment does not depend on its scale
-        super().__init__(params, lr, Traits(debias=False), **keywords_of(locals()))
+        settings = keywords_of(locals())
+        super().__init__(params, lr, Traits(debias=False, norm=sign_norm), **settings)
 
     def direction(
         self, moment: Tensor, state: dict[str, Tensor], group: Mapping[str, Any]
     ) -> Tensor:
         return moment.sign()
+
+
+def sign_norm(shape: Sequence[int], group: Mapping[str, Any]) -> float:
+    """√(mn): signs of a gradient of low rank are nearly of low rank themselves."""
+    return sqrt(prod(shape))

@@ -25,7 +25,11 @@ def spectral_direction(
     """
     matrices = moment.flatten(2)
     rows, cols = matrices.shape[1:]
+    polar = newton_schulz(matrices, steps, coefficients, dtype=dtype)
+    return (polar * spectral_scale(rows, cols, scale)).reshape(moment.shape)
+
+
+def spectral_scale(rows: int, cols: int, scale: str) -> float:
+    """The spectral norm of an update [rows, cols]."""
     original = scale == "original"
-    factor = math.sqrt(max(1, rows / cols)) if original else 0.2 * math.sqrt(max(rows, cols))
-    polar = newton_schulz(matrices, steps, coefficients, dtype=dtype) * factor
-    return polar.reshape(moment.shape)
+    return math.sqrt(max(1, rows / cols)) if original else 0.2 * math.sqrt(max(rows, cols))

@@ -1,0 +1,176 @@
+"""Does the best learning rate of a narrow model carry over to a wide one?
+
+    python benchmarks/width.py [--widths 512,128,256] [--optimizers adamw,muon]
+
+Byte transformers of 2 layers and heads of 16 dimensions are trained on speeches: 50 steps of 8 x 64
+bytes, linear warmup and a cosine, one seed, one thread. Learning rates are powers of two; a sweep
+is extended until its best rate has a worse one on either side. Width 64 is the base; every other
+width is swept with `param_groups(model, base_shapes=base)` and without. Prints the best rates, and
+writes the losses of the widest model to docs/width.svg. Runs are in docs/benchmarks/width.json,
+written after each; what is there is not trained again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from records import FOLDER, Records
+from torch.optim.lr_scheduler import LambdaLR
+
+import isokron
+from isokron.files import write_atomically
+from isokron.report.charts import Line, Mark, Plot, standalone
+from isokron.tasks import load
+from isokron.tasks.speeches import CONTEXT, ByteTransformer
+from isokron.training import batch_order, warmup_cosine
+
+BASE = 64
+STEPS, BATCH = 50, 8
+WINDOWS = 64  # for evaluation
+CLASSES = {
+    "adamw": isokron.AdamW,
+    "muon": isokron.Muon,
+    "soap": isokron.SOAP,
+    "shampoo": isokron.Shampoo,
+    "katie": isokron.Katie,
+}
+Losses = dict[int, float]  # by learning rate, as an exponent of 2; infinite where a run diverged
+
+
+def make_model(width: int) -> ByteTransformer:
+    torch.manual_seed(0)
+    # heads of one size at every width: their softmax needs no other scale
+    return ByteTransformer(CONTEXT, layers=2, width=width, heads=width // 16)
+
+
+def train(optimizer: str, width: int, scaled: bool, exponent: int) -> dict[str, Any]:
+    """The loss on held-out windows after training; None if it diverged."""
+    task, model = load("speeches-tiny"), make_model(width)
+    groups = isokron.param_groups(model, base_shapes=make_model(BASE) if scaled else None)
+    stepper = CLASSES[optimizer](groups, lr=2.0**exponent)
+    schedule = LambdaLR(stepper, lambda step: warmup_cosine(step, STEPS))
+    for indices in batch_order(len(task.train), BATCH, STEPS, seed=0):
+        loss = task.losses(model, task.train.batch(indices)).mean()
+        if not math.isfinite(loss.item()):
+            return {"loss": None}
+        loss.backward()
+        stepper.step()
+        schedule.step()
+        stepper.zero_grad()
+    with torch.no_grad():
+        final = task.losses(model, task.held_out.batch(torch.arange(WINDOWS))).mean().item()
+    return {"loss": final if math.isfinite(final) else None}
+
+
+def sweep(
+    records: Records, optimizer: str, width: int, scaled: bool, exponents: Sequence[int]
+) -> Losses:
+    """Losses at these rates, and at further ones until the best is not at an end."""
+    losses: Losses = {}
+    queue = list(exponents)
+    while queue:
+        exponent = queue.pop()
+        key: dict[str, Any] = {
+            "optimizer": optimizer,
+            "width": width,
+            "scaled": scaled,
+            "exponent": exponent,
+        }
+        loss = records.once(partial(train, **key), **key)["loss"]
+        losses[exponent] = math.inf if loss is None else loss
+        if not queue:
+            queue = [near for near in neighbours(best_rate(losses)) if near not in losses]
+    return losses
+
+
+def best_rate(losses: Losses) -> int:
+    return min(losses, key=losses.__getitem__)
+
+
+def neighbours(exponent: int) -> tuple[int, int]:
+    return exponent - 1, exponent + 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--widths", default="512")
+    parser.add_argument("--optimizers", default=",".join(CLASSES))
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    records = Records("width")
+    optimizers = args.optimizers.split(",")
+    widths = [int(width) for width in args.widths.split(",")]
+    base = {name: sweep(records, name, BASE, False, range(-9, -4)) for name in optimizers}
+    sweeps: dict[tuple[str, int, bool], Losses] = {}
+    for width in widths:
+        for scaled in (True, False):
+            for name in optimizers:
+                best = best_rate(base[name])
+                # without base_shapes the best rate falls by a factor between √(width/64) and
+                # width/64
+                middle = best if scaled else best - round(0.7 * math.log2(width / BASE))
+                start = (*neighbours(middle), middle)
+                sweeps[name, width, scaled] = sweep(records, name, width, scaled, start)
+    print_table(base, sweeps)
+    svg = standalone(plot(base, sweeps, max(widths)))
+    write_atomically(FOLDER.parent / "width.svg", [svg.encode()])
+
+
+def print_table(base: dict[str, Losses], sweeps: dict[tuple[str, int, bool], Losses]) -> None:
+    """Best rate (and loss) at the base; then what the base's best rate costs at other widths."""
+    print("| | width | base_shapes | best rate | of the base's | loss | at the base's best rate |")
+    print("|---" * 7 + "|")
+    for name, losses in base.items():
+        best = best_rate(losses)
+        print(f"| {name} | {BASE} | | 2^{best} | 1 | {losses[best]:.3f} | |")
+        for (swept, width, scaled), at_width in sorted(sweeps.items(), key=lambda item: item[0][1]):
+            if swept != name:
+                continue
+            rate = best_rate(at_width)
+            cost = f"{at_width[best]:.3f}" if best in at_width else "not run"
+            print(
+                f"| {name} | {width} | {'yes' if scaled else 'no'} | 2^{rate} | "
+                f"{2.0 ** (rate - best):g} | {at_width[rate]:.3f} | {cost} |"
+            )
+
+
+def plot(base: dict[str, Losses], sweeps: dict[tuple[str, int, bool], Losses], width: int) -> Plot:
+    """Excess loss over the best of its sweep, by rate relative to the best at the base width."""
+    lines, marks = [], []
+    for colour, name in enumerate(base):
+        for scaled in (True, False):
+            losses = sweeps[name, width, scaled]
+            low, centre = min(losses.values()), best_rate(base[name])
+            points = [
+                (2.0 ** (exponent - centre), loss - low)
+                for exponent, loss in sorted(losses.items())
+                if math.isfinite(loss)
+            ]
+            lines.append(Line(name, colour, points, thin=not scaled))
+            marks += [
+                Mark(colour, x, y, f"{name}, rate × {x:g}: +{y:.3f} nats", ring=y == 0)
+                for x, y in points
+            ]
+    return Plot(
+        "width",
+        f"Learning rates of width {BASE} at width {width}",
+        f"Loss above the best of the sweep at width {width}, by the learning rate divided by the "
+        f"best one at width {BASE}. Thick lines: with base_shapes; thin lines: without. A ring "
+        "marks the best rate.",
+        f"learning rate / best learning rate at width {BASE}",
+        "nats per byte above the best",
+        lines,
+        marks,
+        x_log=True,
+    )
+
+
+if __name__ == "__main__":
+    main()
