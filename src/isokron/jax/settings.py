@@ -231,7 +231,7 @@ def with_learning_rate(
     """The optimizer that chains `scale_by`, decayed weights and the learning rate."""
 
     def optimizer(
-        learning_rate: optax.ScalarOrSchedule = 1e-2,
+        learning_rate: optax.ScalarOrSchedule = 1e-3,
         *,
         weight_decay: float = 0.1,
         weight_decay_mask: Any = None,
