@@ -377,6 +377,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("soap", {"max_dim": jnp.int32(8)}, "name it in static_args"),
     ("soap", {"nesterov": True}, "nesterov must be False where momentum is 0"),
     ("soap", {"vectors": 1}, "vectors must be True or False, got 1"),
+    ("soap", {"polar": 1}, "polar must be True or False, got 1"),
+    ("katie", {"polar": True, "vectors": True}, "polar must be False where vectors=True"),
     ("soap", {"momentum": 1.0}, r"momentum must be a number in \[0, 1\)"),
     ("soap", {"eps": -1e-8}, "eps must be a number of at least 0"),
     ("soap", {"split_dim": -1}, "split_dim must be an integer of at least 0"),
@@ -429,6 +431,12 @@ def test_wrong_settings_are_told(kind: str, options: dict[str, Any], message: st
 def test_an_unknown_setting_is_answered_with_those_there_are(kind: str) -> None:
     with pytest.raises(TypeError, match=r"has no setting 'route'; it has \[.*'momentum'"):
         getattr(isokron.jax, kind)(route="method")
+
+
+@pytest.mark.parametrize("kind", ["muon", "quad", "skew"])
+def test_methods_without_roots_or_eigenbases_have_no_polar(kind: str) -> None:
+    with pytest.raises(TypeError, match="has no setting 'polar'"):
+        getattr(isokron.jax, kind)(polar=True)
 
 
 def test_wrong_trees_are_told() -> None:

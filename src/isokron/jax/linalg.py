@@ -3,6 +3,7 @@
 The twins of isokron.linalg, where the reasons for the constants are.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -222,6 +223,26 @@ def newton_schulz(
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
     return (x.mT if tall else x).astype(matrix.dtype)
+
+
+def spectral_direction(
+    blocks: jax.Array,
+    scale: str = "match_rms_adamw",
+    steps: int = 5,
+    coefficients: Choice | None = "classic",
+    dtype: Any = None,
+) -> jax.Array:
+    """scale · polar(M). [B, m, ...], with all dimensions after m as columns
+
+    "match_rms_adamw" is 0.2√max(m, n), at which an update's RMS is about AdamW's; "original" is
+    √max(1, m/n).
+    """
+    matrices = blocks.reshape(*blocks.shape[:2], -1)
+    rows, cols = matrices.shape[1:]
+    original = scale == "original"
+    factor = math.sqrt(max(1, rows / cols)) if original else 0.2 * math.sqrt(max(rows, cols))
+    polar = newton_schulz(matrices, steps, coefficients, dtype) * factor
+    return polar.reshape(blocks.shape)
 
 
 def norm_bound(

@@ -1,6 +1,5 @@
 """Muon: the momentum, orthogonalized (K. Jordan et al., 2024; scale of 2502.16982)."""
 
-import math
 from functools import partial
 from typing import Any, Unpack
 
@@ -8,7 +7,7 @@ import jax
 import optax
 
 from isokron.jax.blocks import Settings, matrix_splits
-from isokron.jax.linalg import newton_schulz
+from isokron.jax.linalg import spectral_direction
 from isokron.jax.settings import LayoutSettings, Static, settle, with_learning_rate
 from isokron.jax.transform import Gradients, Method, State, scale_by_preconditioned
 from isokron.polynomials import Choice, schedule
@@ -51,12 +50,8 @@ muon = with_learning_rate(scale_by_muon)
 
 
 def _direction(grads: Gradients, state: State, settings: Settings) -> tuple[jax.Array, State]:
-    rows, columns = grads.moment.shape[-2:]
-    original = settings["scale"] == "original"
-    scale = math.sqrt(max(1, rows / columns)) if original else 0.2 * math.sqrt(max(rows, columns))
-    coefficients, dtype = settings["coefficients"], settings["dtype"]
-    polar = newton_schulz(grads.moment, settings["steps"], coefficients, dtype)
-    return polar * scale, {}
+    names = ("scale", "steps", "coefficients", "dtype")
+    return spectral_direction(grads.moment, *(settings[name] for name in names)), {}
 
 
 _splits = partial(matrix_splits, order=2)

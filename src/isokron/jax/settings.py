@@ -93,6 +93,7 @@ SHARED: dict[str, tuple[Any, Rule]] = {
     "warmup": (0, integer(0, traced=True)),
     "max_dim": (None, optional(integer(1))),
     "vectors": (False, FLAG),
+    "polar": (False, FLAG),
     "stacked": (0, ANYTHING),
     "split": (None, ANYTHING),
     "split_dim": (0, integer(0)),
@@ -162,6 +163,7 @@ class FactorSettings(LayoutSettings, total=False):
     factor_dtype: Any  # of the factors' statistics; by default that of the state
     warmup: int  # steps at first that each refresh; `start` and `every` count from there
     vectors: bool  # whether the method steps vectors too
+    polar: bool  # whether the polar factor of each block's direction replaces it, as in Muon
 
 
 class ShampooSettings(FactorSettings, total=False):
@@ -216,6 +218,10 @@ def settle(
             raise ValueError(f"{name} must be {rule.text}, got {settings[name]!r}{remedy}")
     if settings["nesterov"] and is_zero(settings["momentum"]):
         raise ValueError("nesterov must be False where momentum is 0, got True; set a momentum")
+    if settings["polar"] and settings["vectors"]:
+        raise ValueError(
+            "polar must be False where vectors=True, got True; vectors have no polar factor"
+        )
     return {"optimizer": optimizer, **settings}
 
 
@@ -225,7 +231,7 @@ def with_learning_rate(
     """The optimizer that chains `scale_by`, decayed weights and the learning rate."""
 
     def optimizer(
-        learning_rate: optax.ScalarOrSchedule = 1e-2,
+        learning_rate: optax.ScalarOrSchedule = 1e-3,
         *,
         weight_decay: float = 0.1,
         weight_decay_mask: Any = None,

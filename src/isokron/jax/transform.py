@@ -15,7 +15,7 @@ import optax
 
 from isokron.jax import blocks
 from isokron.jax.blocks import Arrays, BlockBatch, Settings, Splitter, TreeLayout
-from isokron.jax.linalg import across
+from isokron.jax.linalg import across, spectral_direction
 from isokron.jax.moments import adam, debiased, graft, mixed
 from isokron.jax.settings import first_refresh, in_dtype, is_zero, refresh_due
 from isokron.jax.sharding import Placement, placement_of
@@ -279,6 +279,8 @@ def _batch_step(
         after = _updated(before, method.observe(grads, before, settings), grads.live)
         after, failures = _refreshed(method, grads, after, settings)
         direction, changed = method.direction(grads, after, settings)
+        if settings["polar"]:
+            direction = spectral_direction(direction)
         after = _updated(after, changed, grads.live)
         direction = jnp.where(across(grads.live, direction), direction, 0)
         return (direction, failures), {key: after[key] for key in before}
