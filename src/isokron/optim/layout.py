@@ -23,7 +23,7 @@ from isokron.optim.averaging import Averages
 from isokron.optim.blocks import Batch, BatchRow
 from isokron.optim.flat_buffer import FlatList, small_and_large
 from isokron.optim.param_groups import gets_method
-from isokron.optim.refresh import staggered_phases
+from isokron.optim.refresh import last_common_step, staggered_shifts
 from isokron.optim.settings import layout_settings, state_dtype
 
 Group = Mapping[str, Any]
@@ -193,10 +193,11 @@ def build_layout(
     if group["refresh"] == "staggered":
         # of all blocks, whoever owns them, so that ranks step as one process does
         blocks = [row for equal in rows.values() for row in equal]
-        turns = staggered_phases([row.block.shape for row in blocks], group)
-        phases = {(r.param, r.number): turn for r, turn in zip(blocks, turns, strict=True)}
+        shifts = staggered_shifts([row.block.shape for row in blocks], group)
+        by_block = {(r.param, r.number): shift for r, shift in zip(blocks, shifts, strict=True)}
         for batch in layout.batches:
-            batch.phase = torch.tensor([phases[r.param, r.number] for r in batch.rows])
+            batch.shift = torch.tensor([by_block[r.param, r.number] for r in batch.rows])
+            batch.together = last_common_step(group)
     return layout
 
 

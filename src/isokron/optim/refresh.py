@@ -1,8 +1,8 @@
 """When operators are refreshed, in the step or on a thread beside it, and what if that fails.
 
 A block is refreshed at `start`, 2·start, 4·start, … and then every `every` steps; through `warmup`
-in every step. `refresh`: all blocks "together", "staggered" over the steps, or on a thread with the
-result taking effect a fixed number of steps later. A row whose refresh comes out non-finite keeps
+in every step. `refresh`: "staggered" blocks take turns once all have an operator, all refresh
+"together", or on a thread with the result taking effect a fixed number of steps later. A row whose refresh comes out non-finite keeps
 the operator it has, and is counted.
 """
 
@@ -68,8 +68,14 @@ def rows_where(condition: Callable[[int, Group], bool], turns: Tensor, group: Gr
     return torch.tensor([answers[turn] for turn in values], dtype=torch.bool, device="cpu")
 
 
-def staggered_phases(shapes: Sequence[tuple[int, ...]], group: Group) -> list[int]:
-    """For every block the shift of its refreshes that spreads them over `every` steps.
+def last_common_step(group: Group) -> int:
+    """The step after which staggered blocks take turns: before, none may go without an operator."""
+    every = group["every"]
+    return group["warmup"] + max(group["start"] or every, every - 1)
+
+
+def staggered_shifts(shapes: Sequence[tuple[int, ...]], group: Group) -> list[int]:
+    """For every block how many steps early its refreshes come, so that all steps share the work.
 
     The costliest blocks come first, each at the step with the least to do; a refresh costs about
     Σ dᵢ³. Equal shapes give equal shifts, so a resumed run keeps them.
@@ -77,11 +83,11 @@ def staggered_phases(shapes: Sequence[tuple[int, ...]], group: Group) -> list[in
     longest = group["max_dim"] or max((max(shape) for shape in shapes), default=1)
     costs = {s: sum(float(d) ** 3 for d in s if d <= longest) for s in set(shapes)}
     load = [0.0] * group["every"]
-    phases = [0] * len(shapes)
+    shifts = [0] * len(shapes)
     for i in sorted(range(len(shapes)), key=lambda i: -costs[shapes[i]]):
-        phases[i] = load.index(min(load))
-        load[phases[i]] += costs[shapes[i]]
-    return phases
+        shifts[i] = load.index(min(load))
+        load[shifts[i]] += costs[shapes[i]]
+    return shifts
 
 
 class Refreshing(Protocol):
