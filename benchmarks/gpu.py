@@ -139,10 +139,9 @@ def adamw_is_right() -> bool:
 
 
 def products_are_right() -> bool:
-    from isokron.kernels.triton_symmetric import fastest_form, symmetric_matmul
+    from isokron.kernels.triton_symmetric import symmetric_matmul
 
     right = True
-    capability = torch.cuda.get_device_capability()
     shapes = [(1, 64, 64), (3, 100, 33), (2, 1100, 520), (1, 2048, 2048), (1, 3000, 1000)]
     for dtype, shape in itertools.product((torch.bfloat16, torch.float16, torch.float32), shapes):
         x = torch.randn(shape, device="cuda").to(dtype)
@@ -153,11 +152,10 @@ def products_are_right() -> bool:
         bound = max(torch.finfo(dtype).eps, 1e-6) * want.abs().max().item()
         error = (got.double() - want).abs().max().item()
         right &= error <= bound
-        form = fastest_form(x, capability)
         verdict = "right" if error <= bound else f"WRONG, error {error:.2e} over {bound:.2e}"
         mirror = "" if torch.equal(got, got.mT) else ", not symmetric to the bit"
         size = "×".join(map(str, shape))
-        print(f"product {str(dtype)[6:]:9} {size:14} by {form:19}: {verdict}{mirror}")
+        print(f"product {str(dtype)[6:]:9} {size:14}: {verdict}{mirror}")
     return right
 
 
@@ -181,25 +179,19 @@ def adamw_table(rounds: int) -> None:
 
 
 def products_table(rounds: int) -> None:
-    from isokron.kernels.triton_symmetric import fastest_form, multiply_
+    from isokron.kernels.triton_symmetric import symmetric_matmul
 
-    capability = torch.cuda.get_device_capability()
-    print(f"\n{'X Xᵀ in bfloat16':20}{'torch':>12}{'pointers':>12}{'descriptors':>12}{'ratio':>8}")
+    print(f"\n{'X Xᵀ in bfloat16':20}{'torch':>12}{'isokron':>12}{'ratio':>8}")
     for side in SIDES:
         x = torch.randn(1, side, side, device="cuda").bfloat16()
         out = torch.empty_like(x)
         forms: dict[str, Callable[[], object]] = {
             "torch": partial(torch.bmm, x, x.mT, out=out),
-            "pointers": partial(multiply_, x, out, 1.0, 0.0, None, "pointers"),
+            "isokron": partial(symmetric_matmul, x, out),
         }
-        if (form := fastest_form(x, capability)) != "pointers":
-            forms["descriptors"] = partial(multiply_, x, out, 1.0, 0.0, None, form)
         ms = gpu_interleaved(forms, rounds)
-        tma = f"{ms['descriptors']:9.3f} ms" if "descriptors" in ms else f"{'–':>12}"
-        best = min(time for name, time in ms.items() if name != "torch")
-        print(
-            f"{side:<20}{ms['torch']:9.3f} ms{ms['pointers']:9.3f} ms{tma}{best / ms['torch']:8.2f}"
-        )
+        ratio = ms["isokron"] / ms["torch"]
+        print(f"{side:<20}{ms['torch']:9.3f} ms{ms['isokron']:9.3f} ms{ratio:8.2f}")
 
 
 def newton_schulz_table(rounds: int) -> None:

@@ -2,13 +2,13 @@
 
     python benchmarks/long_races.py run [--task NAME,NAME]     train what is missing
     python benchmarks/long_races.py time [--task NAME,NAME]    time a step, optimizers in turn
-    python benchmarks/long_races.py table                      print the tables
+    python benchmarks/long_races.py table                      print tables, draw figures
 
 One thread. All that is known of a task is in docs/benchmarks/long_races/TASK.json, written after
 every run: stopped at any time, `run` goes on where it was; tasks may run side by side.
 
 Settings are chosen by successive halving on seed 0. At 1x AdamW has 12 (three learning rates, each
-with four choices of weight decay, beta2 and warm-up), every other optimizer four learning rates; at
+with four choices of weight decay, beta2 and warm-up), every other optimizer five learning rates; at
 4x the best 3 of AdamW and the best 2 of the others; at 16x the best 2 and the best 1. The best at
 16x has two more seeds: AdamW, and the three others that end lowest. Then the shortest schedule: who
 ends at or below AdamW's mean loss is trained on 0.6 of the steps, then on 0.4 or 0.8 (the 4x run is
@@ -27,16 +27,18 @@ from typing import Any, NamedTuple
 
 import datasets
 import torch
-from records import Records
+from records import FOLDER, Records
 from timing import conditions
 
+from isokron.files import write_atomically
 from isokron.optimizers_by_name import resolve
 from isokron.race.train import train
+from isokron.report.charts import Line, Plot, standalone
 from isokron.tasks import Task, load
 from isokron.training import batch_order, make_model
 
 SHORT = {  # steps of 1x
-    "mnist-small": 150,
+    "mnist": 150,
     "cifar10": 150,
     "cifar10n": 150,
     "speeches-tiny": 150,
@@ -54,12 +56,14 @@ OPTIMIZERS = (
     "heavyball:SOAP",
     "pytorch_optimizer:SOAP",
 )
-LRS = (2e-3, 5e-3, 1e-2, 2e-2)
+LRS = (2e-3, 5e-3, 1e-2, 2e-2, 4e-2)
 ADAMW_LRS = (1e-3, 3e-3, 1e-2)
 # (weight decay, beta2, warm-up)
 ADAMW = ((0.01, 0.999, 0.1), (0.1, 0.99, 0.1), (0.1, 0.95, 0.1), (0.01, 0.99, 0.02))
 SEEDS = 3
 LONG = 16
+SETTLED = 4  # evaluations of 25 that a figure leaves above its frame
+DOCS = FOLDER.parent
 
 
 class Setting(NamedTuple):
@@ -247,6 +251,34 @@ def table(name: str, optimizers: tuple[str, ...]) -> list[str]:
     return rows
 
 
+def figure(name: str, optimizers: tuple[str, ...], by: str) -> Plot | None:
+    """Evaluation loss of the best settings at 16x, by "step" or by "time" of training."""
+    study = Study(name)
+    lines = []
+    for colour, optimizer in enumerate(("adamw", *optimizers)):
+        setting, seconds = study.chosen(optimizer), study.times.get(optimizer)
+        if setting is None or (by == "time" and seconds is None):
+            continue
+        run = study.runs(setting, LONG * SHORT[name])[0]
+        unit = 1.0 if seconds is None or by == "step" else sum(seconds.values())
+        curve = zip(run["eval_steps"], run["eval_losses"], strict=True)
+        lines.append(Line(optimizer, colour, [(step * unit, loss) for step, loss in curve]))
+    if not lines:
+        return None
+    losses = [loss for line in lines for _, loss in line.points[SETTLED:]]
+    low, high = min(losses), max(losses)
+    margin = 0.06 * (high - low)
+    return Plot(
+        f"{name}-by-{by}",
+        f"{name}: evaluation loss at {LONG} times the steps of a short race",
+        "Each optimizer at its best setting, seed 0.",
+        "step" if by == "step" else "CPU seconds of training, one thread",
+        study.task().unit,
+        lines,
+        y_range=(low - margin, high + margin),
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -269,6 +301,10 @@ def main() -> None:
     for name in tasks:
         if args.command == "table":
             print("\n".join(table(name, optimizers)))
+            for by in ("step", "time"):
+                if (plot := figure(name, optimizers, by)) is not None:
+                    path = DOCS / f"long_races-{plot.name}.svg"
+                    write_atomically(path, [standalone(plot).encode()])
         else:
             (run if args.command == "run" else time_steps)(name, optimizers)
 

@@ -34,7 +34,6 @@ SETTINGS = (
     'natural(policy="all",t_max=128)',
     'natural(method="tkfac")',
     'natural(method="ekfac")',
-    "natural(split_damping=True)",
     "natural(damping=1e-2)",
     "natural(damping=1e-4)",
     "natural(damping=1e-4,max_condition=1e2)",

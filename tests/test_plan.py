@@ -88,7 +88,14 @@ def test_a_million_blocks_are_divided_evenly_over_thousands_of_ranks(kind: str) 
     assert costs.blocks.sum() > 1_000_000
 
 
-@pytest.mark.parametrize("settings", [{}, {"method": "ekfac"}, {"momentum": 0.0}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({}, {"method": "ekfac"}, {"momentum": 0.0}),
+        *({"policy": "all", "t_max": 4}, {"policy": "all", "store": "host"}),
+    ],
+    ids=str,
+)
 def test_natural_gradient_keeps_what_was_planned(settings) -> None:
     model = net()
     optimizer = isokron.NaturalGradient(model, **settings)

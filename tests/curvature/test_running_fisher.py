@@ -65,37 +65,29 @@ def naive_sides(
     return outputs, inputs / inputs.trace() if method == "tkfac" else inputs
 
 
-def naive_inverse(
-    sides: tuple[Tensor, Tensor], damping: float, split: bool, condition: float | None
-) -> Tensor:
+def naive_inverse(sides: tuple[Tensor, Tensor], damping: float, condition: float | None) -> Tensor:
     """H⁻¹ on row-major matrices, by a dense eigendecomposition of the whole."""
     left, right = sides
-    if split:
-        pi = math.sqrt((right.trace() / len(right)) / (left.trace() / len(left)))
-        left = left + math.sqrt(damping) / pi * torch.eye(len(left)).double()
-        right = right + math.sqrt(damping) * pi * torch.eye(len(right)).double()
-    whole = torch.kron(left, right)
-    whole = whole if split else whole + damping * torch.eye(len(whole)).double()
-    values, basis = torch.linalg.eigh(whole)
+    fisher = torch.kron(left, right)
+    values, basis = torch.linalg.eigh(fisher + damping * torch.eye(len(fisher)).double())
     if condition is not None:
         values = values.clamp_min(float(values.max()) / condition)
     return basis @ torch.diag(1 / values) @ basis.mT
 
 
 @pytest.mark.parametrize("condition", [None, 30.0])
-@pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("method", ["kfac", "tkfac"])
 def test_every_policy_and_damping_is_the_dense_inverse(
-    method: str, policy: str, split: bool, condition: float | None, monkeypatch: pytest.MonkeyPatch
+    method: str, policy: str, condition: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("isokron.operators.low_rank.LARGE", 8)  # so that "hybrid" keeps columns
     data = [observations(0, 2), observations(1, 3)]  # of rank 5 < 9, within rho·o
     fisher = fisher_of(data, method, policy=policy)
     assert fisher.thin == (policy != "dense")
-    inverse = naive_inverse(naive_sides(data, method), 1e-3, split, condition)
+    inverse = naive_inverse(naive_sides(data, method), 1e-3, condition)
     gradient = torch.randn(1, OUTPUTS, INPUTS, dtype=torch.float64)
-    direction = fisher.direction(gradient, 1e-3, split, condition)
+    direction = fisher.direction(gradient, 1e-3, condition)
     wanted = (inverse @ gradient.flatten()).view_as(gradient)
     torch.testing.assert_close(direction, wanted, rtol=1e-9, atol=1e-9)
 
@@ -107,8 +99,8 @@ def test_many_gradients_become_a_covariance_or_as_many_columns_as_outputs(policy
     assert fisher.thin == (policy == "all")
     assert fisher.lost == 0.0
     gradient = torch.randn(1, OUTPUTS, INPUTS, dtype=torch.float64)
-    wanted = naive_inverse(naive_sides(data), 1e-2, False, None) @ gradient.flatten()
-    direction = fisher.direction(gradient, 1e-2, False, None)
+    wanted = naive_inverse(naive_sides(data), 1e-2, None) @ gradient.flatten()
+    direction = fisher.direction(gradient, 1e-2, None)
     torch.testing.assert_close(direction.flatten(), wanted, rtol=1e-9, atol=1e-9)
 
 
@@ -126,18 +118,6 @@ def test_columns_past_t_max_are_the_best_of_their_number_and_the_loss_is_known()
     assert fisher.lost == pytest.approx(float(values[:-4].sum() / values.sum()))
 
 
-def test_stored_columns_take_half_the_bytes_in_half_precision() -> None:
-    data = [observations(0, 4, torch.float32)]
-    wide, half = (
-        fisher_of(data, policy="all", t_max=8, store_dtype=dtype, storage="host")
-        for dtype in (None, torch.bfloat16)
-    )
-    assert wide.state["columns"].nbytes == 2 * half.state["columns"].nbytes
-    gradient = torch.randn(1, OUTPUTS, INPUTS)
-    directions = [fisher.direction(gradient, 1e-2, False, None) for fisher in (wide, half)]
-    torch.testing.assert_close(*directions, rtol=0.05, atol=0.05 * float(directions[0].abs().max()))
-
-
 def test_clipped_eigenvalues_are_counted_and_the_condition_number_holds() -> None:
     data = [observations(0, 4)]
     left, right = naive_sides(data)
@@ -145,11 +125,11 @@ def test_clipped_eigenvalues_are_counted_and_the_condition_number_holds() -> Non
     share = float((values < values.max() / 20).double().mean())
     assert 0 < share < 1
     for policy in ("dense", "all"):
-        record = fisher_of(data, policy=policy).record(1e-3, False, 20.0)
+        record = fisher_of(data, policy=policy).record(1e-3, 20.0)
         assert record["clipped"] == pytest.approx(share)
         assert record["condition"] == math.inf
         assert record["condition_after"] == pytest.approx(20.0)
-        free = fisher_of(data, policy=policy).record(1e-3, False, None)
+        free = fisher_of(data, policy=policy).record(1e-3, None)
         assert free["condition_after"] == pytest.approx(float(values.max() / values.min()))
         assert free["clipped"] == 0.0
 
@@ -196,7 +176,7 @@ def test_float32_steps_are_right_at_any_damping_with_rank_deficient_factors(
         curvature = s.square()[:, None] * t.square()
         for damping in (1e-2, 1e-4, 1e-6, 1e-8):
             wanted = q @ (inner / (curvature + damping)) @ p.mT
-            direction = fisher.direction(gradient, damping, False, None)[0].double()
+            direction = fisher.direction(gradient, damping, None)[0].double()
             error = float((direction - wanted).norm() / wanted.norm())
             # without the rule, up to 2e-4, 2e-2, 2 and 140 for these dampings
             assert error < (2e-2 if damping < 1e-4 else 2e-4), (damping, error)
@@ -210,7 +190,7 @@ def test_what_really_is_outside_of_the_span_is_stepped_by(policy: str) -> None:
     outside = torch.randn(1, 60, 40, dtype=torch.float64)
     outside = outside - span @ (span.mT @ outside)
     for damping in (1e-2, 1e-4):
-        direction = fisher.direction(outside.float(), damping, False, None).double()
+        direction = fisher.direction(outside.float(), damping, None).double()
         error = (direction - outside / damping).norm() / (outside / damping).norm()
         assert error < 2e-3 * 1e-4 / damping + 1e-5
 
@@ -224,8 +204,8 @@ def test_small_eigenvalues_along_axes_are_not_taken_for_rounding() -> None:
     inverse = fisher_of([(g.float().double(), a.float().double())])
     gradient = (g.mT @ a / 200)[None]
     for damping in (1e-2, 1e-4, 1e-6):
-        wanted = inverse.direction(gradient, damping, False, None)
-        direction = fisher.direction(gradient.float(), damping, False, None).double()
+        wanted = inverse.direction(gradient, damping, None)
+        direction = fisher.direction(gradient.float(), damping, None).double()
         assert (direction - wanted).norm() < 1e-4 * wanted.norm()
 
 

@@ -132,7 +132,6 @@ def test_layers_kept_as_columns_resume_to_the_bit(options: dict[str, bool], tmp_
 def test_asking_for_the_state_before_the_first_step_changes_nothing(
     settings: dict[str, Any],
 ) -> None:
-    get_optimizer_state_dict(*made(adapt_damping=True, **settings))  # has no closure
     model, optimizer = made(**settings)
     twin, its = made(**settings)
     state = get_optimizer_state_dict(twin, its)["state"]

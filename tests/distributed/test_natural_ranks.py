@@ -125,7 +125,7 @@ CASES: list[dict[str, Any]] = [
     {"policy": "auto"},  # with 12 examples a step, 40 outputs become dense in the third
     {"method": "ekfac"},
     {"method": "tkfac"},
-    {"method": "tkfac", "policy": "all", "split_damping": True, "max_condition": 1e4},
+    {"method": "tkfac", "policy": "all", "max_condition": 1e4},
 ]
 
 

@@ -32,6 +32,7 @@ TORCH = {
     "katie": isokron.Katie,
     "muon": isokron.Muon,
 }
+ONLY_JAX = (("shampoo", "solver"), ("shampoo", "form"))  # other ways to torch's numbers
 CUT = {"max_dim": 12}
 # A factor of less than full rank has eigenvectors that rounding chooses, others on every machine:
 # where blocks are not square, SOAP is compared from a step on at which all ranks are full.
@@ -50,7 +51,6 @@ OPTIONS: list[tuple[str, list[str], dict[str, Any]]] = [
     ("shampoo", ["cut"], {**CUT, "solver": "newton", "every": 4, "start": None}),
     ("shampoo", ["cut"], {**CUT, "solver": "higher", "exponent": 4, "deficient": "lift"}),
     ("shampoo", ["cut"], {**CUT, "form": "eigen", "graft": None}),
-    ("shampoo", ["cut"], {**CUT, "form": "eigen", "tolerance": 0.3, "deficient": "lift"}),
     ("shampoo", ["cut"], {**CUT, "statistic": "kl", "exponent": None, "graft": "rmsprop"}),
     ("shampoo", ["cut"], {**CUT, "statistic": "kl", "form": "eigen"}),
     ("shampoo", ["square"], {"deficient": "pseudo", "damping": 0.0, "form": "eigen"}),
@@ -76,7 +76,8 @@ def apart(kind: str, names: list[str], options: dict[str, Any], dtype: type = np
     start = draw()
     weights = {name: torch.nn.Parameter(torch.tensor(value)) for name, value in start.items()}
     # in torch some of these are settings of a parameter group only
-    theirs = TORCH[kind]([{"params": list(weights.values()), **options}], lr=RATE)
+    theirs_options = {k: v for k, v in options.items() if (kind, k) not in ONLY_JAX}
+    theirs = TORCH[kind]([{"params": list(weights.values()), **theirs_options}], lr=RATE)
     ours = getattr(isokron.jax, kind)(RATE, **options)
     params = {name: jnp.asarray(value) for name, value in start.items()}
     state = jax.jit(ours.init)(params)

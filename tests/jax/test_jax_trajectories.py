@@ -13,15 +13,7 @@ import pytest
 import isokron.jax
 from isokron.jax import quad_skew
 from isokron.jax.linalg import norm_bound
-from isokron.jax.quad_skew import (
-    Gram,
-    balance,
-    procrustes,
-    quad_dense,
-    quad_diagonal,
-    skew_dense,
-    skew_diagonal,
-)
+from isokron.jax.quad_skew import balance, procrustes, step_factor
 from isokron.white_kron import matrix_shape
 from white_kron_naive import Naive
 
@@ -44,7 +36,9 @@ def cosines(size: int) -> np.ndarray:
     return np.sqrt(2) * np.cos(1 + 1.7 * i + 0.9 * j)
 
 
-def published_bound(matrix: jax.Array, scale: jax.Array, *_: jax.Array) -> jax.Array:
+def published_bound(
+    matrix: jax.Array, scale: jax.Array, probes: jax.Array, size: jax.Array
+) -> jax.Array:
     fixed = jnp.asarray(cosines(matrix.shape[-1]), matrix.dtype)
     return norm_bound(matrix, scale, fixed, jnp.full_like(scale, 16))
 
@@ -146,19 +140,23 @@ def single_functions(get: Callable[[str], jax.Array]) -> dict[str, jax.Array]:
         "nlb_skh/*/out": bounded("nlb_skh/*/A", "nlb/*/normals"),
         "proc/*/out": procrustes(get("proc/*/Q")[None], bound_with("proc/*/normals")),
     }
-    steps = {"quad": (quad_dense, quad_diagonal, "", ""), "skew": (skew_dense, skew_diagonal, 1, 2)}
-    for kind, (dense_step, diagonal_step, first, last) in steps.items():
+    for kind, first, last in (("quad", "", ""), ("skew", "1", "2")):
+        symmetric = kind == "quad"
         target = get(f"dense_{kind}/*/term2")[None]
         scale = bounded(f"dense_{kind}/*/term1", f"dense_{kind}/*/normals{first}") + target
         results[f"dense_{kind}/*/Lout"] = scale
-        gram = Gram(get(f"dense_{kind}/*/term1")[None], None)
+        gram = (get(f"dense_{kind}/*/term1")[None],)
         factor, bound = get(f"dense_{kind}/*/Q")[None], bound_with(f"dense_{kind}/*/normals{last}")
-        results[f"dense_{kind}/*/Qout"] = dense_step(factor, gram, target, 0.7 / scale, bound)
+        results[f"dense_{kind}/*/Qout"] = step_factor(
+            factor, gram, target, 0.7 / scale, bound, symmetric
+        )
         diagonal, one = get(f"diag_{kind}/*/term1")[None], jnp.ones(1)
         scale = jnp.max(diagonal, axis=1) + one
         results[f"diag_{kind}/*/Lout"] = scale
         factor = get(f"diag_{kind}/*/Q")[None]
-        results[f"diag_{kind}/*/Qout"] = diagonal_step(factor, diagonal, one, 0.7 / scale)
+        results[f"diag_{kind}/*/Qout"] = step_factor(
+            factor, (diagonal,), one, 0.7 / scale, bound, symmetric
+        )
     return results
 
 

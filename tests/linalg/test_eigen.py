@@ -139,8 +139,8 @@ def test_a_batch_that_fails_is_retried_one_at_a_time(
     torch.testing.assert_close(again[0], values)
     torch.testing.assert_close(rebuilt(*again), rebuilt(values, vectors))
     assert len(calls) == 1 + 6
-    assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert "retrying 6 of 6 matrices one at a time" in caplog.text
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] * 6
+    assert "matrix 6 of 6 decomposed one at a time" in caplog.text
 
 
 def test_only_the_matrix_that_fails_goes_on_to_float64(
@@ -153,7 +153,7 @@ def test_only_the_matrix_that_fails_goes_on_to_float64(
     assert values.dtype is vectors.dtype is torch.float32
     torch.testing.assert_close(rebuilt(values, vectors), matrix, rtol=1e-4, atol=1e-4)
     assert [sample.dtype for sample in calls].count(torch.float64) == 1
-    assert "retrying 1 of 3 matrices in float64" in caplog.text
+    assert "matrix 2 of 3 decomposed in float64" in caplog.text
 
 
 @pytest.mark.parametrize("retry", range(len(JITTERS)))
@@ -169,7 +169,6 @@ def test_jitter_is_tried_in_turn_and_taken_off_the_eigenvalues(
     jitter = (calls[-1] - calls[0]).diagonal() / calls[0].diagonal().mean()
     torch.testing.assert_close(jitter, torch.full_like(jitter, JITTERS[retry]), rtol=1e-6, atol=0)
     assert f"in float64 with jitter {JITTERS[retry]:g}" in caplog.text
-    assert len(caplog.records) == retry + 1
 
 
 def test_a_matrix_that_always_fails_is_nan_and_spoils_no_other(
@@ -185,7 +184,7 @@ def test_a_matrix_that_always_fails_is_nan_and_spoils_no_other(
     for i in (0, 1, 3):
         torch.testing.assert_close(again_values[i], values[i])
         torch.testing.assert_close(rebuilt(again_values[i], again_vectors[i]), matrix[i])
-    assert "giving up on 1 of 4 matrices" in caplog.text
+    assert "matrix 3 of 4 failed every retry" in caplog.text
 
 
 def test_other_errors_are_not_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,11 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from isokron.exponents import SOLVERS
 from isokron.linalg import inverse_power, inverse_root
-
-matrix_power = torch.linalg.matrix_power
-ITERATIVE = [solver for solver in SOLVERS if solver != "eigh"]
 
 
 def spectral(*batch: int, n: int = 8, condition: float = 1e3) -> tuple[Tensor, Tensor, Tensor]:
@@ -33,15 +29,14 @@ def relative(computed: Tensor, expected: Tensor) -> float:
     return gap.max().item()
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("root", [1, 2, 3, 4, 6, 12])
 @pytest.mark.parametrize("damping", [0.0, 1e-2])
 @pytest.mark.parametrize("batch", [(), (3,), (2, 3)])
-def test_every_solver_gives_the_damped_inverse_root(
-    solver: str, root: int, damping: float, batch: tuple[int, ...]
+def test_the_damped_inverse_root_equals_that_of_float64_eigenvalues(
+    root: int, damping: float, batch: tuple[int, ...]
 ) -> None:
     matrix, _, _ = spectral(*batch)
-    computed = inverse_root(matrix, root, damping, solver=solver)
+    computed = inverse_root(matrix, root, damping)
     assert computed.shape == matrix.shape
     torch.testing.assert_close(computed, oracle(matrix, root, damping), rtol=1e-9, atol=1e-9)
 
@@ -54,64 +49,47 @@ def test_eigh_takes_any_positive_root(root: float) -> None:
     )
 
 
-# measured for n = 64, root 1: 0.1 κ·eps from the products, some ten times that from LAPACK's eigh
-@pytest.mark.parametrize("solver", SOLVERS)
+# measured for n = 64, root 1: about κ·eps
 @pytest.mark.parametrize("root", [1, 2, 4])
 @pytest.mark.parametrize("condition", [1e2, 1e4])
-def test_float32_is_accurate_up_to_the_condition_number(
-    solver: str, root: int, condition: float
-) -> None:
+def test_float32_is_accurate_up_to_the_condition_number(root: int, condition: float) -> None:
     matrix, _, _ = spectral(4, n=64, condition=condition)
-    computed = inverse_root(matrix.float(), root, solver=solver)
+    computed = inverse_root(matrix.float(), root)
     assert computed.dtype is torch.float32
-    bound = (10 if solver == "eigh" else 1) * condition * torch.finfo(torch.float32).eps
+    bound = 10 * condition * torch.finfo(torch.float32).eps
     assert relative(computed, oracle(matrix, root)) < bound
 
 
-@pytest.mark.parametrize("solver", ITERATIVE)
-@pytest.mark.parametrize("root", [1, 2, 4])
-def test_iterations_hold_out_to_condition_a_million_in_float32(solver: str, root: int) -> None:
-    matrix, _, _ = spectral(4, n=64, condition=1e6)
-    assert relative(inverse_root(matrix.float(), root, solver=solver), oracle(matrix, root)) < 0.05
-
-
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_a_rank_one_matrix_with_damping_is_accurate(solver: str) -> None:
+def test_a_rank_one_matrix_with_damping_is_accurate() -> None:
     column = torch.randn(3, 16, 1, dtype=torch.float64)
     matrix = column @ column.mT
-    computed = inverse_root(matrix.float(), 4, 1e-3, solver=solver)
+    computed = inverse_root(matrix.float(), 4, 1e-3)
     assert relative(computed, oracle(matrix, 4, 1e-3)) < 1e-2
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("root", [2, 4])
 @pytest.mark.parametrize("scale", [1e-30, 1e-20, 1e20, 1e30])
-def test_extreme_scales_are_as_accurate_as_scale_one(solver: str, root: int, scale: float) -> None:
+def test_extreme_scales_are_as_accurate_as_scale_one(root: int, scale: float) -> None:
     matrix, _, _ = spectral(2, condition=100)
     matrix = torch.stack([matrix[0] * scale, matrix[1]])  # beside one of scale one
-    computed = inverse_root(matrix.float(), root, solver=solver)
+    computed = inverse_root(matrix.float(), root)
     assert relative(computed, oracle(matrix, root)) < 1e-5
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_damping_alone_is_the_root_of_a_zero_matrix(solver: str) -> None:
-    computed = inverse_root(torch.zeros(2, 5, 5), 4, 1e-12, solver=solver)
+def test_damping_alone_is_the_root_of_a_zero_matrix() -> None:
+    computed = inverse_root(torch.zeros(2, 5, 5), 4, 1e-12)
     torch.testing.assert_close(computed, 1e3 * torch.eye(5).expand(2, 5, 5))
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_only_the_lower_triangle_counts(solver: str) -> None:
+def test_only_the_lower_triangle_counts() -> None:
     matrix, _, _ = spectral(3)
     stale = matrix.tril() + torch.full_like(matrix, 1e9).triu(1)
-    assert torch.equal(
-        inverse_root(stale, 2, solver=solver), inverse_root(matrix.tril(), 2, solver=solver)
-    )
-    torch.testing.assert_close(inverse_root(stale, 2, solver=solver), oracle(matrix, 2))
+    assert torch.equal(inverse_root(stale, 2), inverse_root(matrix.tril(), 2))
+    torch.testing.assert_close(inverse_root(stale, 2), oracle(matrix, 2))
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("bad", ["nan", "inf", "singular", "indefinite"])
-def test_a_matrix_without_a_root_is_nan_and_spoils_no_other(solver: str, bad: str) -> None:
+def test_a_matrix_without_a_root_is_nan_and_spoils_no_other(bad: str) -> None:
     matrix, _, _ = spectral(3)
     expected = oracle(matrix, 4)
     if bad == "singular":
@@ -120,71 +98,15 @@ def test_a_matrix_without_a_root_is_nan_and_spoils_no_other(solver: str, bad: st
         matrix[1] = -torch.eye(8)
     else:
         matrix[1, 3, 2] = float(bad)
-    computed = inverse_root(matrix, 4, solver=solver)
+    computed = inverse_root(matrix, 4)
     assert not computed[1].isfinite().any()
     good = torch.tensor([0, 2])
     torch.testing.assert_close(computed[good], expected[good], rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("shape", [(0, 0), (3, 0, 0), (0, 4, 4)])
-def test_empty_matrices_and_batches_stay_empty(solver: str, shape: tuple[int, ...]) -> None:
-    assert inverse_root(torch.zeros(shape), 2, solver=solver).shape == shape
-
-
-@pytest.mark.parametrize("solver", ITERATIVE)
-def test_matrices_that_converge_early_stay_unchanged(
-    monkeypatch: pytest.MonkeyPatch, solver: str
-) -> None:
-    easy, hard = spectral(condition=2)[0], spectral(condition=1e8)[0]
-    alone = inverse_root(torch.stack([easy, easy]), 4, solver=solver)[0]
-    calls = []
-
-    def spoiled(step: Tensor, root: int) -> Tensor:
-        """Spoils the steps of the easy matrix once that has converged."""
-        calls.append(step)
-        if len(calls) >= 12:
-            step[0] *= 1.01 if len(calls) == 12 else torch.nan
-        return matrix_power(step, root)
-
-    monkeypatch.setattr(torch.linalg, "matrix_power", spoiled)
-    together = inverse_root(torch.stack([easy, hard]), 4, solver=solver)
-    assert len(calls) > 13
-    assert torch.equal(together[0], alone)
-    torch.testing.assert_close(together[1], oracle(hard, 4), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_iterations_stop_at_rounding_and_a_higher_order_takes_fewer(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
-) -> None:
-    matrix, _, _ = spectral(4, n=32, condition=1e5)
-    calls: list[str] = []
-    for solver in ITERATIVE:
-
-        def counted(step: Tensor, root: int, solver: str = solver) -> Tensor:
-            calls.append(solver)
-            return matrix_power(step, root)
-
-        monkeypatch.setattr(torch.linalg, "matrix_power", counted)
-        inverse_root(matrix.to(dtype), 4, solver=solver)
-    assert calls.count("higher") < calls.count("newton") < 25
-
-
-@pytest.mark.parametrize("root", [1, 2, 4])
-@pytest.mark.parametrize(("solver", "order"), [("newton", 2), ("higher", 3)])
-def test_a_step_leaves_an_error_of_the_order_of_its_solver(
-    monkeypatch: pytest.MonkeyPatch, solver: str, order: int, root: int
-) -> None:
-    gap, steps = 1e-2, []
-
-    def recorded(step: Tensor, root: int) -> Tensor:
-        steps.append(step.clone())
-        return matrix_power(step, root)
-
-    monkeypatch.setattr(torch.linalg, "matrix_power", recorded)
-    inverse_root(torch.diag(torch.tensor([1.0, 1 - gap]).double()), root, solver=solver)
-    assert 0 < (1 - gap) ** (-1 / root) - steps[0][1, 1].item() < 1.1 * gap**order
+def test_empty_matrices_and_batches_stay_empty(shape: tuple[int, ...]) -> None:
+    assert inverse_root(torch.zeros(shape), 2).shape == shape
 
 
 def test_eigenvalues_below_zero_are_lifted_by_a_shift() -> None:
@@ -220,10 +142,9 @@ def test_nan_eigenvalues_stay_nan(deficient: str) -> None:
     assert computed.isnan().tolist() == [[False, False], [True, True]]
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_half_precision_roots_are_float32(solver: str) -> None:
+def test_half_precision_roots_are_float32() -> None:
     matrix, _, _ = spectral(condition=10)
-    computed = inverse_root(matrix.bfloat16(), 2, 0.1, solver=solver)
+    computed = inverse_root(matrix.bfloat16(), 2, 0.1)
     assert computed.dtype is torch.float32
     assert relative(computed, oracle(matrix, 2, 0.1)) < 0.02
 
@@ -231,18 +152,14 @@ def test_half_precision_roots_are_float32(solver: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"solver": "qr"}, "solver must be one of"),
         ({"deficient": "drop"}, "deficient must be one of"),
         ({"root": 0}, "root must be a positive number, got 0"),
         ({"root": -2}, "root must be a positive number, got -2"),
         ({"root": math.nan}, "root must be a positive number, got nan"),
         ({"root": math.inf}, "root must be a positive number, got inf"),
-        ({"root": 2.5, "solver": "newton"}, "root must be an integer .* got 2.5; use"),
-        ({"root": 2.5, "solver": "higher"}, "root must be an integer .* got 2.5; use"),
         ({"damping": -1.0}, "damping must be a finite number of at least 0, got -1.0"),
         ({"damping": math.nan}, "damping must be a finite number"),
         ({"damping": 0.1, "deficient": "pseudo"}, "damping must be 0 .* got 0.1; use"),
-        ({"solver": "newton", "deficient": "pseudo"}, "solver must be 'eigh' .* got 'newton'"),
     ],
 )
 def test_wrong_root_arguments_are_named(settings: dict[str, object], message: str) -> None:
@@ -250,7 +167,6 @@ def test_wrong_root_arguments_are_named(settings: dict[str, object], message: st
         inverse_root(torch.eye(2), **{"root": 2, **settings})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_a_root_of_what_is_not_square_is_named(solver: str) -> None:
+def test_a_root_of_what_is_not_square_is_named() -> None:
     with pytest.raises(ValueError, match=r"inverse_root needs matrices \[\.\.\., n, n\]"):
-        inverse_root(torch.ones(2, 3), 2, solver=solver)
+        inverse_root(torch.ones(2, 3), 2)

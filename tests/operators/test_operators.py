@@ -12,7 +12,6 @@ from isokron.operators import (
     CholeskyInverse,
     Dense,
     Diagonal,
-    Eigen,
     Factor,
     Identity,
     Kron,
@@ -64,11 +63,6 @@ def cholesky(batch: Shape, n: int) -> tuple[Factor, Tensor]:
     return CholeskyInverse(torch.linalg.cholesky(matrix)), torch.linalg.inv(matrix)
 
 
-def eigen(batch: Shape, n: int) -> tuple[Factor, Tensor]:
-    values, basis = uniform(*batch, n), orthogonal(batch, n)
-    return Eigen(values, basis), basis @ torch.diag_embed(values) @ basis.mT
-
-
 def low_rank(batch: Shape, n: int, width: int = 1, sign: int = 1) -> tuple[Factor, Tensor]:
     base, columns = uniform(*batch, width), normal(*batch, n, 2)
     expected = torch.diag_embed(base.expand(*batch, n)) + sign * columns @ columns.mT
@@ -85,7 +79,6 @@ FACTORS: list[Callable[[Shape, int], tuple[Factor, Tensor]]] = [
     diagonal,
     dense,
     cholesky,
-    eigen,
     low_rank,
     low_rank_difference,
 ]
@@ -93,7 +86,7 @@ FACTORS: list[Callable[[Shape, int], tuple[Factor, Tensor]]] = [
 
 def mixed(batch: Shape, block: Shape) -> Kron:
     """A Kron with a different factor on every dimension."""
-    makers = [dense, eigen, identity, diagonal]
+    makers = [dense, cholesky, identity, diagonal]
     return Kron(tuple(make(batch, n)[0] for make, n in zip(makers, block, strict=False)))
 
 

@@ -40,11 +40,11 @@ def test_a_keyword_that_only_groups_take_is_answered_with_where_to_put_it(
 
 def test_groups_take_all_settings_but_those_of_other_optimizers() -> None:
     weight = nn.Parameter(torch.zeros(2, 2))
-    group = {"params": [weight], "form": "eigen", "every": 3, "maximize": True, "mine": 1}
+    group = {"params": [weight], "deficient": "lift", "every": 3, "maximize": True, "mine": 1}
     optimizer = isokron.Shampoo([group])
-    assert optimizer.param_groups[0]["form"] == "eigen"
+    assert optimizer.param_groups[0]["deficient"] == "lift"
     assert optimizer.param_groups[0]["every"] == 3
-    with pytest.raises(ValueError, match=r"unknown key 'form' .* of another optimizer"):
+    with pytest.raises(ValueError, match=r"unknown key 'deficient' .* of another optimizer"):
         isokron.SOAP([group])
 
 

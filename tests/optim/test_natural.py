@@ -425,33 +425,23 @@ def test_each_group_scales_its_learning_rate(kl_clip: float | None) -> None:
     assert equal(model, reference)
 
 
-@pytest.mark.parametrize("of_groups", [False, True])
-def test_maximize_steps_up_the_loss_as_far_as_down_its_negative(of_groups: bool) -> None:
+def test_maximize_steps_up_the_loss_as_far_as_down_its_negative() -> None:
     ends = []
     for sign in (1, -1):
         model = net()
-        settings = {} if of_groups else {"maximize": sign < 0}
-        optimizer = isokron.NaturalGradient(
-            model, adapt_damping=True, weight_decay=0.1, damping=1e-2, **settings
-        )
+        optimizer = isokron.NaturalGradient(model, weight_decay=0.1, damping=1e-2)
         for group in optimizer.param_groups:
             group["maximize"] = sign < 0
-
-        def closure(model: nn.Module = model, sign: int = sign) -> Tensor:
-            model.zero_grad()
-            loss = sign * loss_of(model, 0)
-            if torch.is_grad_enabled():
-                loss.backward()
-            return loss
-
-        dampings = []
-        for _ in range(4):
-            optimizer.step(closure)
-            dampings.append(optimizer.param_groups[0]["damping"])
-        ends.append((model, dampings))
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = sign * loss_of(model, step)
+            loss.backward()
+            optimizer.step()
+            after = sign * loss_of(model, step)
+            damping = optimizer.update_damping(loss.item(), after.item())
+        ends.append((model, damping))
     assert equal(ends[0][0], ends[1][0])
-    assert ends[0][1] == ends[1][1]
-    assert ends[0][1][-1] != 1e-2
+    assert ends[0][1] == ends[1][1] != 1e-2
 
 
 def test_embeddings_norms_and_attention_are_preconditioned_when_named() -> None:
@@ -536,31 +526,6 @@ def test_damping_stays_where_the_prediction_is_half_right() -> None:
         predicted += float(grad.flatten() @ delta + delta @ curved / 2)
     for share, wanted in ((0.26, 1e-2), (0.74, 1e-2), (0.24, 1e-2 / 0.95), (0.76, 1e-2)):
         torch.testing.assert_close(optimizer.update_damping(1.0, 1.0 + share * predicted), wanted)
-
-
-def test_adapted_damping_asks_the_closure_twice_and_counts_one_pass() -> None:
-    model, reference = net(), net()
-    optimizer = isokron.NaturalGradient(model, adapt_damping=True, **SETTINGS)
-    plain = isokron.NaturalGradient(reference, **SETTINGS)
-    calls = 0
-
-    def closure() -> Tensor:
-        nonlocal calls
-        calls += 1
-        optimizer.zero_grad()
-        loss = loss_of(model, 0)
-        loss.backward()
-        return loss
-
-    assert optimizer.step(closure).item() == loss_of(net(), 0).item()
-    assert calls == 2
-    train(reference, plain, range(1))
-    assert equal(model, reference)
-    mine, theirs = (o.state[m[0].weight] for o, m in ((optimizer, model), (plain, reference)))
-    assert torch.equal(mine["input"], theirs["input"])
-    assert optimizer.param_groups[0]["damping"] == 1e-2 * 0.95
-    with pytest.raises(RuntimeError, match=r"adapt_damping=True needs .* pass a closure"):
-        optimizer.step()
 
 
 @pytest.mark.parametrize("where", ["gradient", "statistics"])
@@ -742,13 +707,11 @@ def test_half_precision_keeps_its_dtype_and_wide_statistics(dtype: torch.dtype) 
         ({"lr": -1.0}, "lr must be"),
         ({"fisher": "none"}, "fisher must be one of 'empirical', 'sampled', 'exact'"),
         ({"max_condition": 0.5}, "max_condition must be None or at least 1"),
-        ({"split_damping": True, "method": "ekfac"}, "split_damping must be False for method="),
         ({"policy": "some"}, "policy must be one of"),
         ({"policy": "all", "method": "ekfac"}, "needs all eigenvectors of it; use policy='dense'"),
         ({"policy": {"7": "all"}}, "policy must name layers that are fitted, got '7'"),
         ({"policy": "all", "t_max": 1}, "t_max must be a whole number of at least 2"),
         ({"store": "disk"}, "store must be one of 'auto', 'device', 'host'"),
-        ({"store_dtype": torch.int8}, "store_dtype must be one of None, torch.float64"),
         ({"layers": ["nothing*"]}, "'nothing.' matches no module"),
         ({"layers": ["1"]}, "no layer to observe"),
     ],
@@ -890,7 +853,7 @@ def test_sampled_labels_resume_to_the_bit_and_cost_nothing_between_observations(
 
 @pytest.mark.parametrize("method", ["kfac", "tkfac"])
 @pytest.mark.parametrize("policy", ["auto", "all", {"3": "all"}])
-@pytest.mark.parametrize("damping", [{}, {"split_damping": True, "max_condition": 1e3}])
+@pytest.mark.parametrize("damping", [{}, {"max_condition": 1e3}])
 def test_every_policy_takes_the_dense_steps(method: str, policy: Any, damping: Any) -> None:
     dense, other = net(), net()
     settings = {**SETTINGS, "method": method, "momentum": 0.9, **damping}
@@ -912,9 +875,7 @@ def test_every_policy_takes_the_dense_steps(method: str, policy: Any, damping: A
 
 def test_a_report_has_a_record_a_layer_a_table_and_json() -> None:
     model = net(dtype=torch.float32)
-    optimizer = isokron.NaturalGradient(
-        model, policy={"0": "all"}, max_condition=1e3, split_damping=True, layers="*"
-    )
+    optimizer = isokron.NaturalGradient(model, policy={"0": "all"}, max_condition=1e3, layers="*")
     assert [record["terms"] for record in optimizer.report()] == [0.0, 0.0, 0.0]
     train(model, optimizer, range(3))
     report = optimizer.report()
@@ -947,9 +908,7 @@ def test_a_vocabulary_of_50257_is_trained_in_bounded_memory(policy: str) -> None
     torch.manual_seed(0)
     model = transformers.GPT2LMHeadModel(config).train()
     words = torch.randint(50257, (4, 12), generator=torch.Generator().manual_seed(0))
-    optimizer = isokron.NaturalGradient(
-        model, lr=0.05, policy=policy, t_max=64, store_dtype=torch.bfloat16, every=2
-    )
+    optimizer = isokron.NaturalGradient(model, lr=0.05, policy=policy, t_max=64, every=2)
     losses = []
     for _ in range(4):
         optimizer.zero_grad()
@@ -965,5 +924,5 @@ def test_a_vocabulary_of_50257_is_trained_in_bounded_memory(policy: str) -> None
         head = records["lm_head"]
         assert head["columns"] <= 64
         # columns in bfloat16, a thin basis and a momentum in float32, and a little of the inputs
-        assert head["bytes"] < 50257 * (64 * 2 + 64 * 4 + 64 * 4) * 1.01
+        assert head["bytes"] < 50257 * 3 * 64 * 4 * 1.01
         assert 0 < head["lost"] < 1  # of 44 gradients a step, the best 32 of 64 are kept

@@ -310,7 +310,7 @@ def test_pickling_waits_for_what_has_begun() -> None:
 
 
 @pytest.mark.parametrize("shape", [(4, 6), (4, 5, 6)])
-@pytest.mark.parametrize("settings", [{}, {"form": "eigen"}, {"statistic": "kl"}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"statistic": "kl"}], ids=str)
 def test_zeros_say_nothing_and_the_first_gradient_after_them_steps(
     shape: tuple[int, ...], settings: dict[str, Any]
 ) -> None:
@@ -404,15 +404,15 @@ def test_any_precision_may_be_asked_for(
 
 def test_factors_in_float64_work_with_a_tolerance() -> None:
     weight = nn.Parameter(torch.zeros(4, 6))
-    settings = {"form": "eigen", "tolerance": 0.1, "factor_dtype": torch.float64}
-    walk(build(isokron.Shampoo, [weight], every=2, **settings), weight, torch.randn(6, 4, 6))
+    settings = {"tolerance": 0.1, "factor_dtype": torch.float64}
+    walk(build(isokron.SOAP, [weight], every=2, **settings), weight, torch.randn(6, 4, 6))
     assert weight.isfinite().all()
 
 
 @pytest.mark.parametrize("scale", [1e-15, 1.0, 1e12])
 def test_a_tolerance_does_not_depend_on_the_scale_of_gradients(scale: float) -> None:
     weight = nn.Parameter(torch.zeros(4, 6))
-    optimizer = build(isokron.Shampoo, [weight], form="eigen", tolerance=0.05, every=1)
+    optimizer = build(isokron.SOAP, [weight], tolerance=0.05, every=1)
     walk(optimizer, weight, scale * torch.randn(3, 4, 6))
     assert not torch.equal(optimizer.state[weight]["basis.0.0"], torch.eye(4))
 

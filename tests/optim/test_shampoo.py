@@ -76,7 +76,6 @@ SETTINGS: dict[str, Any] = {
 }
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
-    "eigen": ({"form": "eigen"}, {}),
     "adagrad": ({"factor_beta": 1.0}, {"beta": 1.0}),
     "half": ({"exponent": 2}, {"exponent": 2}),
     "biased": (
@@ -88,13 +87,8 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"beta2": 1.0, "beta": 1.0, "graft": "adam"},
     ),
     "kl": ({"statistic": "kl"}, {"kl": True}),
-    "kl eigen": ({"statistic": "kl", "form": "eigen"}, {"kl": True}),
     "grafted": ({"graft": "adam"}, {"graft": "adam"}),
-    "newton": ({"solver": "newton"}, {}),
-    "higher": ({"solver": "higher"}, {}),
     "relative": ({"deficient": "relative"}, {"unit": True}),
-    "relative newton": ({"deficient": "relative", "solver": "newton"}, {"unit": True}),
-    "relative eigen": ({"deficient": "relative", "form": "eigen"}, {"unit": True}),
 }
 
 
@@ -159,54 +153,15 @@ def test_an_exponent_a_dimension_and_none_where_it_is_zero() -> None:
     torch.testing.assert_close(weight.detach(), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_a_basis_that_still_fits_is_not_refreshed() -> None:
-    """The same gradient again and again: after the first refresh nothing is left to turn."""
-    grads = gradients((4, 5), 1).expand(12, 4, 5)
-    calls = []
-    original = isokron.optim.shampoo.eigh
-
-    def counting(matrix: Tensor) -> Any:
-        calls.append(len(matrix))
-        return original(matrix)
-
-    weight = nn.Parameter(torch.zeros(4, 5, dtype=torch.float64))
-    settings = {**SETTINGS, "form": "eigen", "every": 2, "start": 2}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(isokron.optim.shampoo, "eigh", counting)
-        tolerant = build(isokron.Shampoo, [weight], **settings, tolerance=1e-6)
-        for grad in grads:
-            weight.grad = grad
-            tolerant.step()
-    assert sum(calls) == 2  # one a side, at the first refresh
-
-
-def test_adaptive_refresh_keeps_eigenvalues_current() -> None:
-    weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.float64))
-    settings = {**SETTINGS, "form": "eigen", "every": 1, "start": 1}
-    optimizer = build(isokron.Shampoo, [weight], **settings, tolerance=0.5)
-    for scale in (1.0, 10.0):
-        weight.grad = scale * torch.diag(torch.arange(1.0, 5.0)).double()
-        optimizer.step()
-    state = optimizer.state[weight]
-    hat = (0.9 * 0.1 + 0.1 * 100) / (1 - 0.9**2)
-    expected = hat * torch.tensor([1.0, 4.0, 9.0, 16.0], dtype=torch.float64)
-    torch.testing.assert_close(state["values.0.0"].sort().values, expected)
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"form": "full"}, "form must be one of"),
         ({"statistic": "fisher"}, "statistic must be one of"),
         ({"factor_beta": 1.5}, "factor_beta must be at least 0 and at most 1, got"),
         ({"exponent": -1}, "exponent must be"),
         ({"exponent": {2: (1, 2, 3)}}, "exponent must be"),
-        ({"exponent": 2.5, "solver": "newton"}, "root must be an integer"),
-        ({"solver": "svd"}, "solver must be one of"),
         ({"deficient": "pseudo"}, "damping must be 0"),
         ({"damping": -1.0}, "damping must be"),
-        ({"tolerance": 0.1}, "tolerance must be 0 for form='root'"),
-        ({"solver": "newton", "form": "eigen"}, "solver must be 'eigh'"),
         ({"refresh": 10}, "refresh must be below every=10"),
         ({"refresh": 0}, "refresh must be 'together', 'staggered' or a delay in steps"),
         ({"refresh": "later"}, "refresh must be 'together', 'staggered' or a delay in steps"),

@@ -32,11 +32,11 @@ def test_malformed_options_are_refused(spec):
 
 
 def test_options_may_be_settings_of_parameter_groups():
-    optimizer = resolve("shampoo(form='eigen', every=3)").build(torch.nn.Linear(4, 4), 0.1)
-    assert all(group["form"] == "eigen" for group in optimizer.param_groups)
+    optimizer = resolve("shampoo(deficient='lift', every=3)").build(torch.nn.Linear(4, 4), 0.1)
+    assert all(group["deficient"] == "lift" for group in optimizer.param_groups)
     assert optimizer.defaults["every"] == 3
-    with pytest.raises(ValueError, match=r"'form' .* of another optimizer"):
-        resolve("soap(form='eigen')")
+    with pytest.raises(ValueError, match=r"'deficient' .* of another optimizer"):
+        resolve("soap(deficient='lift')")
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,9 @@ Statistics are those of isokron.curvature.statistics: A `input` and G `output`, 
 G = UUᵀ. A refresh finds A = Q_A d_A Q_Aᵀ and G = Q_G d_G Q_Gᵀ, and a step divides by the
 eigenvalues h of the damped Fisher,
 
-    V = Q_G [(Q_Gᵀ M Q_A) ⊘ h] Q_Aᵀ,   h = d_G d_Aᵀ + λ,  or Λ + λ for EK-FAC and norms,
+    V = Q_G [(Q_Gᵀ M Q_A) ⊘ h] Q_Aᵀ,   h = d_G d_Aᵀ + λ,  or Λ + λ for EK-FAC and norms.
 
-or h = (d_G + √λ/π)(d_A + π√λ)ᵀ where damping is split, π² = mean d_A / mean d_G. Eigenvalues h
-below max(h)/κ are lifted to it. Columns have a thin Q_G; outside of its span d_G = 0.
+Eigenvalues h below max(h)/κ are lifted to it. Columns have a thin Q_G; outside of its span d_G = 0.
 
 Martens & Grosse 1503.05671, George et al. 1806.03884.
 """
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isokron.curvature.curvature import condition_number, split_damping
+from isokron.curvature.curvature import condition_number
 from isokron.curvature.layer_report import layer_record
 from isokron.curvature.layers import Layer
 from isokron.curvature.statistics import GradientRows, Sums
@@ -50,7 +49,7 @@ class RunningFisher:
             from them when there are too many.
         t_max: most columns. Otherwise the best half is kept past it, which is exact for
             o ≤ t_max/2.
-        storage, store_dtype: where and in what precision columns are kept, see `store`.
+        storage: where columns are kept, see `store`.
     """
 
     def __init__(
@@ -62,14 +61,13 @@ class RunningFisher:
         rho: float = 0.75,
         t_max: int = 1024,
         storage: str = "auto",
-        store_dtype: torch.dtype | None = None,
     ) -> None:
         outputs = layer.shape[1]
         keeps = woodbury_policy(outputs, 1, policy, rho=rho, t_max=t_max)
         most = rho * outputs if policy == "auto" else 2 * outputs
         self.capacity = int(min(t_max, most)) if keeps and layer.kind != "diagonal" else 0
         self.layer, self.method, self.policy = layer, method, policy
-        self.storage, self.store_dtype = storage, store_dtype
+        self.storage = storage
         self.state: dict[str, Tensor] = {}
         self.fallbacks: Counter[str] = Counter()
         self.lost = 0.0  # largest share of the trace that was dropped with columns
@@ -121,7 +119,7 @@ class RunningFisher:
             place, kind = ("cpu", torch.float64) if key in COUNTS else (like.device, dtype)
             self.state[key] = torch.zeros(shape, dtype=kind, device=place)
         if self.capacity:
-            self.state["columns"] = store(self.state["columns"], self.store_dtype, self.storage)
+            self.state["columns"] = store(self.state["columns"], storage=self.storage)
 
     def load_(self, entry: Mapping[str, Any], like: Tensor) -> None:
         """Take over a checkpoint, in memory of its own; {}: nothing is known yet."""
@@ -256,23 +254,17 @@ class RunningFisher:
             return None
         return self.state["basis.output"], self.state.get("basis.input")
 
-    def eigenvalues(self, damping: float, split: bool = False) -> Tensor:
+    def eigenvalues(self, damping: float) -> Tensor:
         """h, not lifted. [B, o, i], or [B, k + 1, i] of columns, where d_G = 0 is the last"""
         if "eigenvalues" in self.state:
             return self.state["eigenvalues"] + damping
         left, right = self.state["values.output"], self.state["values.input"]
         left = torch.nn.functional.pad(left, (0, 1)) if self.thin else left
-        if not split:
-            return left[:, :, None] * right[:, None, :] + damping
-        means = left.double().sum(1) / self.layer.shape[1], right.double().mean(1)
-        of_output, of_input = (side[:, None] for side in split_damping(*means, damping))
-        return (left + of_output.to(left))[:, :, None] * (right + of_input.to(right))[:, None, :]
+        return left[:, :, None] * right[:, None, :] + damping
 
-    def direction(
-        self, matrix: Tensor, damping: float, split: bool, max_condition: float | None
-    ) -> Tensor:
+    def direction(self, matrix: Tensor, damping: float, max_condition: float | None) -> Tensor:
         """H⁻¹M. [B, o, i]"""
-        state, damped = self.state, self.eigenvalues(damping, split)
+        state, damped = self.state, self.eigenvalues(damping)
         if max_condition is not None:
             damped = lift(damped.flatten(1), max_condition).values.view_as(damped)
         if self.layer.kind == "diagonal":
@@ -287,7 +279,7 @@ class RunningFisher:
             rotated = left @ (inner / damped)
         return rotated if right is None else rotated @ right.mT
 
-    def record(self, damping: float, split: bool, max_condition: float | None) -> dict[str, Any]:
+    def record(self, damping: float, max_condition: float | None) -> dict[str, Any]:
         """What a report says of the layer, as `Curvature.report` does."""
         state, (blocks, outputs, inputs) = self.state, self.layer.shape
         terms = float(state["terms"]) if state else 0.0
@@ -298,7 +290,7 @@ class RunningFisher:
         record |= {"damping": damping, "fallbacks": dict(self.fallbacks), "lost": self.lost}
         if not self.has_inverse:
             return record
-        plain, damped = self.eigenvalues(0.0), self.eigenvalues(damping, split)
+        plain, damped = self.eigenvalues(0.0), self.eigenvalues(damping)
         # how many eigenvalues each row stands for: the last one for all outside of the columns
         copies = torch.ones(damped.size(1), 1, device=damped.device)
         if self.thin:

@@ -1,6 +1,5 @@
 """Katie: diagonal variances times Kronecker correlations."""
 
-from math import prod
 from typing import Any, Unpack
 
 import jax
@@ -8,32 +7,11 @@ import jax.numpy as jnp
 import optax
 
 from isokron.exponents import Exponent, exponents
+from isokron.jax import moments
 from isokron.jax.blocks import BlockBatch, Settings
 from isokron.jax.linalg import eyes, inverse_root, multiply
-from isokron.jax.moments import debiased, mixed
-from isokron.jax.moments import graft as grafted
-from isokron.jax.settings import (
-    FactorSettings,
-    Static,
-    check_above_zero,
-    check_choice,
-    check_factor_beta,
-    settle,
-)
-from isokron.jax.shampoo import (
-    debiased_side,
-    observe_side,
-    sides_of,
-    where_observed,
-    zero_covariances,
-)
-from isokron.jax.transform import (
-    Gradients,
-    Method,
-    State,
-    scale_by_preconditioned,
-    with_learning_rate,
-)
+from isokron.jax.settings import FactorSettings, Static, settle, with_learning_rate
+from isokron.jax.transform import Gradients, Method, State, scale_by_preconditioned
 
 
 def scale_by_katie(
@@ -67,10 +45,6 @@ def scale_by_katie(
         **shared: see FactorSettings.
     """
     settings = settle("Katie", locals(), FactorSettings)
-    check_choice("form", settings["form"], ("sequential", "symmetric"))
-    check_choice("statistic", settings["statistic"], ("correlation", "raw"))
-    check_factor_beta(settings)
-    check_above_zero("damping", settings["damping"])
     for order in range(1, 5):
         exponents(settings, order)
     return scale_by_preconditioned(KATIE, settings)
@@ -84,52 +58,44 @@ def _init(batch: BlockBatch, dtype: Any, settings: Settings) -> State:
     sides = [i for i, power in enumerate(powers) if power]
     return {
         "variance": jnp.zeros((batch.rows, *batch.shape), dtype),
-        **zero_covariances(batch, sides, dtype, settings),
+        **moments.zero_covariances(batch, sides, dtype, settings),
         **{f"root.{i}": eyes(batch.rows, batch.shape[i], dtype) for i in sides},
     }
 
 
-def _observe(shown: Gradients, state: State, count: jax.Array, settings: Settings) -> State:
-    grad = shown.grad
-    variance = mixed(state["variance"], grad * grad, settings["betas"][1])
-    covariances = {}
+def _observe(grads: Gradients, state: State, settings: Settings) -> State:
+    grad, beta = grads.grad, settings["factor_beta"]
+    variance = moments.mixed(state["variance"], grad * grad, settings["betas"][1])
     if settings["statistic"] == "correlation":
-        grad = grad / _deviation(variance, shown.step, settings)
-    for i in sides_of(state):
-        scale = grad.shape[i + 1] / prod(grad.shape[1:])
-        covariances[f"cov.{i}"] = observe_side(
-            state[f"cov.{i}"], grad, i, settings["factor_beta"], scale
-        )
+        grad = grad / _deviation(variance, grads.step, settings)
+    sides = moments.sides_of(state)
+    covariances = {f"cov.{i}": moments.observe_side(state, grad, i, beta, mean=True) for i in sides}
     return {"variance": variance, **covariances}
 
 
-def _refresh(shown: Gradients, state: State, count: jax.Array, settings: Settings) -> State:
-    powers, roots = exponents(settings, shown.grad.ndim - 1), {}
-    for i in sides_of(state):
-        cov = debiased_side(state, i, settings["factor_beta"], shown.step)
+def _refresh(grads: Gradients, state: State, settings: Settings) -> State:
+    powers, roots = exponents(settings, grads.grad.ndim - 1), {}
+    for i in moments.sides_of(state):
+        cov = moments.debiased_side(state, i, settings["factor_beta"], grads.step)
         roots[f"root.{i}"] = inverse_root(cov, powers[i], settings["damping"])
-    return where_observed(roots, state)
+    return moments.where_observed(roots, state)
 
 
-def _direction(
-    shown: Gradients, state: State, count: jax.Array, settings: Settings
-) -> tuple[jax.Array, State]:
-    deviation = _deviation(state["variance"], shown.step, settings)
-    adam = shown.moment / deviation
+def _direction(grads: Gradients, state: State, settings: Settings) -> tuple[jax.Array, State]:
+    deviation = _deviation(state["variance"], grads.step, settings)
+    adam = grads.moment / deviation
     scale = jax.lax.rsqrt(deviation) if settings["form"] == "symmetric" else None
-    white = adam if scale is None else scale * shown.moment
-    for i in sides_of(state):
+    white = adam if scale is None else scale * grads.moment
+    for i in moments.sides_of(state):
         white = multiply(white, state[f"root.{i}"], i)
-    return grafted(white if scale is None else scale * white, adam), {}
+    return moments.graft(white if scale is None else scale * white, adam), {}
 
 
 def _deviation(variance: jax.Array, step: jax.Array, settings: Settings) -> jax.Array:
     """S = √V̂ + ε. [B, ...]"""
     # without ε, an entry that has never had a gradient would be 0/0
     least = jnp.maximum(settings["eps"], jnp.finfo(variance.dtype).tiny)
-    return jnp.sqrt(debiased(variance, settings["betas"][1], step)) + least
+    return jnp.sqrt(moments.debiased(variance, settings["betas"][1], step)) + least
 
 
-KATIE = Method(
-    init=_init, direction=_direction, observe=_observe, refresh=_refresh, operator=("root",)
-)
+KATIE = Method(_init, _direction, _observe, _refresh, operator=("root",))

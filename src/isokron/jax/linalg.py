@@ -12,7 +12,6 @@ from isokron.polynomials import Choice, schedule
 from isokron.white_kron import POWER_STEPS
 
 SMALLEST_DAMPING = 1e-30
-ORDERS = {"newton": 2, "higher": 3}
 MAX_STEPS = 100
 BASIN = 0.1
 TOLERANCE = 1e-3
@@ -46,10 +45,8 @@ def multiply(x: jax.Array, matrix: jax.Array, side: int) -> jax.Array:
 
 
 def norms(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """max|x| and ‖x‖/max|x| of every block. [B, ...] → [B], [B]
-
-    In two numbers, because the squares of large entries overflow and those of tiny ones vanish.
-    """
+    """max|x| and ‖x‖/max|x| of every block. [B, ...] → [B], [B]"""
+    # two numbers, because the squares of large entries overflow and those of tiny ones vanish
     axes = tuple(range(1, x.ndim))
     peak = jnp.max(jnp.abs(x), axis=axes)
     return peak, jnp.sqrt(jnp.sum(jnp.square(x / across(nonzero(peak), x)), axis=axes))
@@ -77,17 +74,10 @@ def eigh(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
     return values, jnp.where(finite, vectors, jnp.nan)
 
 
-def eigenbasis(matrix: jax.Array) -> jax.Array:
-    """Eigenvectors, the largest eigenvalue's first. [..., n, n]; only the lower triangle is read"""
-    return jnp.flip(eigh(matrix)[1], -1)
-
-
 def follow(matrix: jax.Array, basis: jax.Array) -> jax.Array:
-    """One orthogonal iteration, Q ← QR(AQ), columns by descending Rayleigh quotient. [..., n, n]
-
-    In descending order every column is freed of the larger ones and the iteration converges to
-    the eigenvectors; in ascending order it does not (SOAP: 2409.11321).
-    """
+    """One orthogonal iteration, Q ← QR(AQ), columns by descending Rayleigh quotient. [..., n, n]"""
+    # in descending order every column is freed of the larger ones and the iteration converges to
+    # the eigenvectors; in ascending order it does not (SOAP: 2409.11321)
     peak = jnp.max(jnp.diagonal(matrix, axis1=-2, axis2=-1), axis=-1)[..., None, None]
     positive = peak > 0  # a matrix of zeros has no preferred eigenvectors
     image = matrix @ basis / jnp.where(positive, peak, 1)
@@ -108,7 +98,7 @@ def offdiagonal(matrix: jax.Array, basis: jax.Array) -> jax.Array:
 
 
 def inverse_root(
-    matrix: jax.Array, root: float, damping: Any, *, solver: str = "eigh", deficient: str = "lift"
+    matrix: jax.Array, root: float, damping: Any, solver: str = "eigh", deficient: str = "lift"
 ) -> jax.Array:
     """(A + εI)^(−1/p), p = `root`, ε = `damping`. A: [..., n, n]; NaN where there is none.
 
@@ -118,7 +108,7 @@ def inverse_root(
     if solver != "eigh":
         diagonal = jnp.diagonal(matrix, axis1=-2, axis2=-1)
         added = damping if deficient == "lift" else _relative(diagonal, damping)[..., None]
-        return _coupled_iteration(matrix, int(root), added, ORDERS[solver])
+        return _coupled_iteration(matrix, int(root), added, order=2 if solver == "newton" else 3)
     values, basis = eigh(matrix)
     powers = inverse_power(values, root, damping, deficient)
     return (basis * powers[..., None, :]) @ basis.mT
@@ -165,12 +155,15 @@ def _coupled_iteration(matrix: jax.Array, root: int, damping: Any, order: int) -
         jnp.max(jnp.sum(jnp.abs(full), axis=-1, keepdims=True), axis=-2, keepdims=True),
     )
 
+    curvature = (1 + 1 / root) / (2 * root)  # of the Taylor polynomial
+
     def distance(m: jax.Array) -> jax.Array:
         return jnp.linalg.norm(m - eye, axis=(-2, -1), keepdims=True)
 
     def step(state: Any) -> Any:
         count, x, m, error, active = state
-        factor = _taylor(eye - m, eye, root, order)
+        gap = eye - m
+        factor = eye + (gap / root if order == 2 else (eye / root + curvature * gap) @ gap)
         next_x, next_m = x @ factor, jnp.linalg.matrix_power(factor, root) @ m
         next_error = distance(next_m)
         # outside the basin the error may stand still for long, while small eigenvalues grow
@@ -188,17 +181,6 @@ def _coupled_iteration(matrix: jax.Array, root: int, damping: Any, order: int) -
     )
     x = (x + x.mT) / 2 * scale ** (-1 / root)
     return jnp.where(error <= TOLERANCE, x, jnp.nan)
-
-
-def _taylor(gap: jax.Array, eye: jax.Array, root: int, order: int) -> jax.Array:
-    """Σ_k c_k Eᵏ for k < order, c_k = c_{k−1} (1/p + k − 1)/k: (1 − E)^(−1/p), truncated."""
-    coefficients = [1.0]
-    for k in range(1, order):
-        coefficients.append(coefficients[-1] * (1 / root + k - 1) / k)
-    total = coefficients[-1] * gap
-    for c in reversed(coefficients[1:-1]):  # Horner
-        total = (total + c * eye) @ gap
-    return total + eye
 
 
 def newton_schulz(
@@ -248,14 +230,8 @@ def norm_bound(
     """‖A‖₂ from below, for symmetric or skew A. [B, n, n], [B], [k, n], [B] → [B]
 
     V₀ = a + rms(a)·probes with a the row of A of largest energy; V ← VA/‖VA‖ row by row, six
-    times; then max ‖VA‖. A = 0 has bound 0.
-
-    Args:
-        matrix: A, zero beyond its first `size` rows and columns.
-        scale: a number near the largest entries, so that the squares of A/scale neither overflow
-            nor vanish.
-        probes: vectors of mean square 1.
-        size: rows of A that are not padding.
+    times; then max ‖VA‖. A = 0 has bound 0. `scale`: near the largest entries, so that squares of
+    A/scale neither overflow nor vanish. `probes`: of mean square 1. `size`: rows but for padding.
     """
     tiny = jnp.finfo(matrix.dtype).tiny
     # dividing the few probes costs less than dividing the matrix

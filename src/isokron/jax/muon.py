@@ -9,14 +9,8 @@ import optax
 
 from isokron.jax.blocks import Settings, matrix_splits
 from isokron.jax.linalg import newton_schulz
-from isokron.jax.settings import LayoutSettings, Static, check_choice, check_floating, settle
-from isokron.jax.transform import (
-    Gradients,
-    Method,
-    State,
-    scale_by_preconditioned,
-    with_learning_rate,
-)
+from isokron.jax.settings import LayoutSettings, Static, settle, with_learning_rate
+from isokron.jax.transform import Gradients, Method, State, scale_by_preconditioned
 from isokron.polynomials import Choice, schedule
 
 
@@ -49,8 +43,6 @@ def scale_by_muon(
         **shared: see LayoutSettings.
     """
     settings = settle("Muon", locals(), LayoutSettings)
-    check_choice("scale", settings["scale"], ("match_rms_adamw", "original"))
-    check_floating("dtype", settings["dtype"])
     schedule(settings["coefficients"], settings["steps"])
     return scale_by_preconditioned(MUON, settings)
 
@@ -58,23 +50,14 @@ def scale_by_muon(
 muon = with_learning_rate(scale_by_muon)
 
 
-def _direction(
-    shown: Gradients, state: State, count: jax.Array, settings: Settings
-) -> tuple[jax.Array, State]:
-    rows, columns = shown.moment.shape[-2:]
+def _direction(grads: Gradients, state: State, settings: Settings) -> tuple[jax.Array, State]:
+    rows, columns = grads.moment.shape[-2:]
     original = settings["scale"] == "original"
     scale = math.sqrt(max(1, rows / columns)) if original else 0.2 * math.sqrt(max(rows, columns))
-    polar = newton_schulz(
-        shown.moment, settings["steps"], settings["coefficients"], settings["dtype"]
-    )
+    coefficients, dtype = settings["coefficients"], settings["dtype"]
+    polar = newton_schulz(grads.moment, settings["steps"], coefficients, dtype)
     return polar * scale, {}
 
 
-MUON = Method(
-    init=lambda batch, dtype, settings: {},
-    direction=_direction,
-    splits=partial(matrix_splits, order=2),
-    heavy_ball=False,
-    debias=False,  # the polar factor does not depend on the moment's scale
-    squares=False,
-)
+_splits = partial(matrix_splits, order=2)
+MUON = Method(lambda *_: {}, _direction, splits=_splits, heavy_ball=False, squares=False)

@@ -7,47 +7,21 @@ its steps. Padding is zero in blocks and factors, and stays so.
 
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple, Unpack
+from functools import partial, reduce
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from isokron import white_kron
 from isokron.block_layout import Part
-from isokron.jax.blocks import Arrays, BlockBatch, BlockSplit, LayerIndex, Settings
+from isokron.jax.blocks import Arrays, BlockBatch, Settings, Split, TreeLayout
 from isokron.jax.linalg import across, along, nonzero, norm_bound
-from isokron.jax.settings import (
-    Static,
-    WhiteKronSettings,
-    check_choice,
-    check_not_negative,
-    check_number,
-    is_zero,
-    settle,
-)
-from isokron.jax.sharding import Placement
-from isokron.jax.transform import (
-    Gradients,
-    Method,
-    State,
-    scale_by_preconditioned,
-    with_learning_rate,
-)
-from isokron.white_kron import (
-    ADAM_DIVISOR,
-    BALANCE_EVERY,
-    CLIP,
-    GROWTH_LIMIT,
-    PROBES,
-    SQUARE_LIMIT,
-    dense_sides,
-    factor_rate,
-    matrix_shape,
-    scramble,
-    uniform,
-)
+from isokron.jax.settings import Static, WhiteKronSettings, is_zero, settle, with_learning_rate
+from isokron.jax.transform import Gradients, Method, State, scale_by_preconditioned
+from isokron.white_kron import PROBES, SQUARE_LIMIT, factor_rate
 
-DTYPES = ("bfloat16", "float32", "float64")
 # the names in eformer's White-Kron and in other PSGD libraries
 ALIASES = {
     "b1": "momentum",
@@ -92,7 +66,7 @@ def scale_by_quad(
         seed: None takes fixed probes and noise; an integer or a JAX key draws them.
         **shared: see WhiteKronSettings.
     """
-    return scale_by_preconditioned(QUAD, _settled("Quad", locals()))
+    return scale_by_preconditioned(WHITE_KRON, _settled("Quad", locals()))
 
 
 def scale_by_skew(**settings: Any) -> optax.GradientTransformationExtraArgs:
@@ -103,7 +77,7 @@ def scale_by_skew(**settings: Any) -> optax.GradientTransformationExtraArgs:
     """
     arguments = inspect.signature(scale_by_quad).bind(**settings)
     arguments.apply_defaults()
-    return scale_by_preconditioned(SKEW, _settled("Skew", arguments.arguments))
+    return scale_by_preconditioned(WHITE_KRON, _settled("Skew", arguments.arguments))
 
 
 scale_by_skew.__signature__ = inspect.signature(scale_by_quad)  # type: ignore[attr-defined]
@@ -113,46 +87,22 @@ skew = with_learning_rate(scale_by_skew)
 
 def _settled(optimizer: str, arguments: dict[str, Any]) -> dict[str, Any]:
     settings = settle(optimizer, arguments, WhiteKronSettings, ALIASES)
-    check_choice("lr_style", settings["lr_style"], ("adam", None))
-    check_choice("apply", settings["apply"], ("new", "old"))
-    check_choice("normalize", settings["normalize"], (True, False))
-    rate, scale = settings["preconditioner_lr"], settings["preconditioner_init_scale"]
-    check_number("preconditioner_lr", rate, "in (0, 1]", lambda x: 0 < x <= 1)
-    check_number("preconditioner_init_scale", scale, "in (0, 1e6]", lambda x: 0 < x <= GROWTH_LIMIT)
-    for name in ("noise_scale", "damping", "preconditioner_lr_floor"):
-        check_not_negative(name, settings[name])
     if settings["apply"] == "old" and not is_zero(settings["damping"]):
         raise ValueError(
             f"damping must be 0 with apply='old', which adds no noise, got "
             f"{settings['damping']!r}; use apply='new'"
         )
-    # eformer's "no leaf is stacked" is None
-    settings["stacked"] = 0 if settings["stacked"] is None else settings["stacked"]
-    return settings | {"state_dtype": _stored_dtype(settings["dtype"])}
+    dtype = settings["dtype"]
+    stored = None if dtype is None else jnp.dtype(dtype)
+    # in Quad Q is symmetric, and stays so
+    return settings | {"state_dtype": stored, "symmetric": optimizer == "Quad"}
 
 
-def _stored_dtype(dtype: Any) -> Any:
-    if dtype is None:
-        return None
-    try:
-        stored = jnp.dtype(dtype)
-    except TypeError:
-        stored = None
-    if stored is None or stored.name not in DTYPES:
-        raise ValueError(f"dtype must be one of {DTYPES} or None, got {dtype!r}")
-    if stored.name == "float64" and not jax.config.read("jax_enable_x64"):
-        raise ValueError(
-            "dtype 'float64' needs 64-bit JAX; call jax.config.update('jax_enable_x64', True) first"
-        )
-    return stored
-
-
-def _splits(shape: tuple[int, ...], settings: Settings) -> list[BlockSplit]:
+def _splits(shape: tuple[int, ...], settings: Settings) -> list[Split]:
     """Vectors stay whole; matrices are cut, but for sides too long to have a dense factor."""
-    merged = matrix_shape(shape)
-    dense = dense_sides(merged, settings["max_size_dense"])
-    lengths = tuple(settings["block_size"] if full else None for full in dense)
-    return [BlockSplit(Part((), shape, merged), lengths, dense)]
+    merged = white_kron.matrix_shape(shape)
+    dense = white_kron.dense_sides(merged, settings["max_size_dense"])
+    return [(Part((), shape, merged), tuple(settings["block_size"] if d else None for d in dense))]
 
 
 def _init(batch: BlockBatch, dtype: Any, settings: Settings) -> State:
@@ -167,94 +117,47 @@ def _init(batch: BlockBatch, dtype: Any, settings: Settings) -> State:
     return state
 
 
-def _normalized(
-    moments: Arrays, layers: LayerIndex, place: Placement, settings: Settings
-) -> Arrays:
+def _normalized(moments: Arrays, layout: TreeLayout, settings: Settings) -> Arrays:
     """μ̂/(‖μ̂‖ + 10⁻⁶), every layer by itself."""
     if not settings["normalize"]:
         return moments
-    scales = 1 / (layers.norms(moments, place.replicate) + 1e-6)
-    return layers.scaled(moments, scales, place.spread)
+    return layout.scaled(moments, 1 / (layout.norms(moments) + 1e-6))
 
 
-def _clipped(
-    directions: Arrays, layers: LayerIndex, place: Placement, settings: Settings
-) -> Arrays:
+def _clipped(directions: Arrays, layout: TreeLayout, settings: Settings) -> Arrays:
     """Every layer scaled to a root mean square of 1.1 at most, and divided."""
-    rms = layers.norms(directions, place.replicate) / jnp.sqrt(layers.entries)
-    divisor = ADAM_DIVISOR if settings["lr_style"] == "adam" else 1.0
-    scales = CLIP / jnp.maximum(rms, CLIP) / divisor
-    return layers.scaled(directions, scales.astype(rms.dtype), place.spread)
-
-
-class FactorStep(NamedTuple):
-    """How a method moves a factor: (Q, T, t₂, plr/L, …) → Q.
-
-    `dense`, of [B, n, n], takes T as a Gram, and a function that bounds ‖A‖₂; `diagonal`, of
-    [B, n], takes the diagonal of T.
-    """
-
-    dense: Callable[..., jax.Array]
-    diagonal: Callable[..., jax.Array]
-    symmetric: bool  # whether Q stays so
-
-
-class Gram(NamedTuple):
-    """T = WWᵀ, [B, n, n], and W, [B, n, k], where multiplying by it twice is cheaper, else None."""
-
-    matrix: jax.Array
-    root: jax.Array | None
-
-    def times(self, factor: jax.Array) -> jax.Array:
-        """T X"""
-        if self.root is None:
-            return jnp.einsum("bij,bjk->bik", self.matrix, factor)
-        inner = jnp.einsum("bjk,bji->bki", self.root, factor)
-        return jnp.einsum("bik,bkj->bij", self.root, inner)
-
-    def after(self, factor: jax.Array) -> jax.Array:
-        """X T"""
-        if self.root is None:
-            return jnp.einsum("bij,bjk->bik", factor, self.matrix)
-        inner = jnp.einsum("bij,bjk->bik", factor, self.root)
-        return jnp.einsum("bik,bjk->bij", inner, self.root)
+    rms = layout.norms(directions) / jnp.sqrt(layout.entries)
+    divisor = white_kron.ADAM_DIVISOR if settings["lr_style"] == "adam" else 1.0
+    scales = white_kron.CLIP / jnp.maximum(rms, white_kron.CLIP) / divisor
+    return layout.scaled(directions, scales.astype(rms.dtype))
 
 
 Bound = Callable[[jax.Array, jax.Array], jax.Array]  # (A, its scale) → ‖A‖₂ from below
 
 
-def quad_dense(
-    factor: jax.Array, gram: Gram, target: jax.Array, rate: jax.Array, bound: Bound
+def step_factor(
+    factor: jax.Array,
+    gram: tuple[jax.Array, ...],
+    target: jax.Array,
+    rate: jax.Array,
+    bound: Bound,
+    symmetric: bool,
 ) -> jax.Array:
-    """Q ← (P + Pᵀ)/2, P = MQM with M = I − z(T − t₂I), z = plr/2L. [B, n, n]"""
-    z = across(rate / 2, factor)
+    """One step of Q with M = I − z(T − t₂I). [B, n, n], or [B, n] for diagonal Q and T
+
+    Quad, where Q is symmetric: P = MQM, z = plr/2L, Q ← (P + Pᵀ)/2.
+    Skew: Q ← procrustes(MQ), z = plr/L. `rate`: plr/L. `gram`: matrices whose product is T.
+    """
+    z = across(rate / 2 if symmetric else rate, factor)
     grow = 1 + z * across(target, factor)  # M X = (1 + z t₂) X − z T X
-    once = grow * factor - z * gram.times(factor)
-    twice = grow * once - z * gram.after(once)
+    if factor.ndim == 2:
+        diagonal = grow - z * gram[0]
+        return factor * (jnp.square(diagonal) if symmetric else diagonal)
+    once = grow * factor - z * reduce(lambda x, matrix: matrix @ x, reversed(gram), factor)
+    if not symmetric:
+        return procrustes(once, bound)
+    twice = grow * once - z * reduce(jnp.matmul, gram, once)
     return (twice + twice.mT) / 2
-
-
-def quad_diagonal(
-    factor: jax.Array, gram: jax.Array, target: jax.Array, rate: jax.Array
-) -> jax.Array:
-    """Q ← Q(1 − z(T − t₂))², z = plr/2L. [B, n]"""
-    return factor * jnp.square(1 - (rate / 2)[:, None] * (gram - target[:, None]))
-
-
-def skew_dense(
-    factor: jax.Array, gram: Gram, target: jax.Array, rate: jax.Array, bound: Bound
-) -> jax.Array:
-    """Q ← procrustes(MQ), M = I − z(T − t₂I), z = plr/L. [B, n, n]"""
-    z = across(rate, factor)
-    grow = 1 + z * across(target, factor)
-    return procrustes(grow * factor - z * gram.times(factor), bound)
-
-
-def skew_diagonal(
-    factor: jax.Array, gram: jax.Array, target: jax.Array, rate: jax.Array
-) -> jax.Array:
-    """Q ← Q(1 − z(T − t₂)), z = plr/L. [B, n]"""
-    return factor * (1 - rate[:, None] * (gram - target[:, None]))
 
 
 def procrustes(factor: jax.Array, bound: Bound) -> jax.Array:
@@ -284,16 +187,14 @@ def balance(left: jax.Array, right: jax.Array) -> jax.Array:
 
 
 def whiten(blocks: jax.Array, factors: list[jax.Array], symmetric: bool) -> jax.Array:
-    """P G. [B, m, n] or [B, n]. A symmetric Q is its own transpose, whose products are quicker."""
+    """P G = QlᵀQl G QrᵀQr. [B, m, n] or [B, n]"""
     for side, factor in enumerate(factors):
         if factor.ndim == 2:
             blocks = blocks * along(jnp.square(factor), blocks, side)
-        elif side == 0:
-            blocks = jnp.einsum("bij,bjn->bin", factor, blocks)
-            blocks = jnp.einsum("bij,bjn->bin" if symmetric else "bji,bjn->bin", factor, blocks)
-        else:
-            blocks = jnp.einsum("bmj,bjk->bmk" if symmetric else "bmj,bkj->bmk", blocks, factor)
-            blocks = jnp.einsum("bmj,bjk->bmk", blocks, factor)
+            continue
+        # products with a transpose are slower, and a symmetric Q needs none
+        transpose = factor if symmetric else factor.mT
+        blocks = transpose @ (factor @ blocks) if side == 0 else blocks @ transpose @ factor
     return blocks
 
 
@@ -301,45 +202,48 @@ def fixed_numbers(shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """Numbers of mean square 1 that are the same on every device, of full rank. [m, n] or [n]"""
     # from integers, because cosines and the like take long to compile
     row = jnp.arange(shape[0], dtype=jnp.uint32)[:, None] if len(shape) == 2 else jnp.uint32(0)
-    bits = scramble(row, jnp.arange(shape[-1], dtype=jnp.uint32))
-    return uniform(bits.astype(dtype))
+    bits = white_kron.scramble(row, jnp.arange(shape[-1], dtype=jnp.uint32))
+    return white_kron.uniform(bits.astype(dtype))
 
 
-def _numbers(shape: tuple[int, ...], seed: Any, count: jax.Array, dtype: Any) -> jax.Array:
+def _numbers(shape: tuple[int, ...], settings: Settings, dtype: Any) -> jax.Array:
     """Fixed numbers, or normal ones drawn from a seed or a key and the step."""
+    seed = settings["seed"]
     if seed is None:
         return fixed_numbers(shape, dtype)
     is_key = isinstance(seed, jax.Array) and (
         seed.ndim == 1 or jnp.issubdtype(seed.dtype, jax.dtypes.prng_key)
     )
-    key = jax.random.fold_in(seed if is_key else jax.random.key(seed), count)
+    key = jax.random.fold_in(seed if is_key else jax.random.key(seed), settings["count"])
     return jax.random.normal(jax.random.fold_in(key, shape[-1]), shape, dtype)
 
 
-def _noisy(blocks: jax.Array, count: jax.Array, settings: Settings) -> jax.Array:
+def _noisy(blocks: jax.Array, settings: Settings) -> jax.Array:
     """G + noise, so that what is never observed has a scale too."""
     scale, damping = settings["noise_scale"], settings["damping"]
-    if is_zero(scale) and is_zero(damping):
-        return blocks
     if not is_zero(damping):
         largest = jnp.max(jnp.abs(blocks), axis=tuple(range(1, blocks.ndim)), keepdims=True)
         scale = scale + damping * largest
-    return blocks + scale * _numbers(blocks.shape[1:], settings["seed"], count, blocks.dtype)
+    if is_zero(scale):
+        return blocks
+    return blocks + scale * _numbers(blocks.shape[1:], settings, blocks.dtype)
 
 
 def _growth_limit(sides: int, settings: Settings) -> Any:
-    """The largest entry of Q. With "old" factors noise would be in the direction, and a parameter
-    without gradients would drift: there P is limited to 1/noise_scale, as noise would."""
+    """The largest entry that Q may have."""
+    # with "old" factors noise would be in the direction and move parameters without gradients;
+    # there P is limited to 1/noise_scale, as noise would limit it
     if settings["apply"] == "new" or is_zero(settings["noise_scale"]):
-        return GROWTH_LIMIT
+        return white_kron.GROWTH_LIMIT
     floor = jnp.maximum(jnp.asarray(settings["noise_scale"], jnp.float32), 1e-30)
-    return jnp.minimum(GROWTH_LIMIT, floor ** (-0.5 / sides))
+    return jnp.minimum(white_kron.GROWTH_LIMIT, floor ** (-0.5 / sides))
 
 
-def _balance_due(count: jax.Array, settings: Settings) -> jax.Array:
+def _balance_due(settings: Settings) -> jax.Array:
     """At every hundredth step, or the first update after it."""
+    count, period = settings["count"], white_kron.BALANCE_EVERY
     last = count - jnp.where(count <= settings["warmup"], 1, settings["every"])
-    return count // BALANCE_EVERY != jnp.maximum(last, 0) // BALANCE_EVERY
+    return count // period != jnp.maximum(last, 0) // period
 
 
 def _factors(state: State) -> list[jax.Array]:
@@ -348,124 +252,78 @@ def _factors(state: State) -> list[jax.Array]:
     return [state[f"factor.{i}"].astype(state[f"lipschitz.{i}"].dtype) for i in range(sides)]
 
 
-def _method(step: FactorStep) -> Method:
-    def observe(shown: Gradients, state: State, count: jax.Array, settings: Settings) -> State:
-        if settings["apply"] == "new":
-            return {}
-        return {"white": whiten(shown.moment, _factors(state), step.symmetric)}
-
-    def refresh(shown: Gradients, state: State, count: jax.Array, settings: Settings) -> State:
-        factors = _factors(state)
-        if settings["apply"] == "new":
-            white = whiten(_noisy(shown.moment, count, settings), factors, step.symmetric)
-        else:
-            white = state["white"]
-        return _learned(step, white, shown.sizes, factors, state, count, settings)
-
-    def direction(
-        shown: Gradients, state: State, count: jax.Array, settings: Settings
-    ) -> tuple[jax.Array, State]:
-        if settings["apply"] == "old":
-            return state["white"], {}
-        return whiten(shown.moment, _factors(state), step.symmetric), {}
-
-    return Method(
-        init=_init,
-        direction=direction,
-        observe=observe,
-        refresh=refresh,
-        splits=_splits,
-        prepare=_normalized,
-        finish=_clipped,
-        operator=("factor", "lipschitz"),
-        padded=True,
-        heavy_ball=False,
-        squares=False,
-        fallible=False,
-    )
+def _observe(grads: Gradients, state: State, settings: Settings) -> State:
+    if settings["apply"] == "new":
+        return {}
+    return {"white": whiten(grads.moment, _factors(state), settings["symmetric"])}
 
 
-def _learned(
-    step: FactorStep,
-    white: jax.Array,
-    sizes: jax.Array,
-    factors: list[jax.Array],
-    state: State,
-    count: jax.Array,
-    settings: Settings,
-) -> State:
-    """Factors after one step on the blocks PG; blocks that are zero teach nothing.
+def _direction(grads: Gradients, state: State, settings: Settings) -> tuple[jax.Array, State]:
+    if "white" in state:
+        return state["white"], {}
+    return whiten(grads.moment, _factors(state), settings["symmetric"]), {}
 
-    T = WWᵀ with W = PG, t₂ = n on the left; W = (PG)ᵀ, t₂ = m on the right.
+
+def _refresh(grads: Gradients, state: State, settings: Settings) -> State:
+    """Factors after one step on the blocks W = PG; blocks that are zero teach nothing.
+
+    T = WWᵀ, t₂ = n on the left; T = WᵀW, t₂ = m on the right.
+    ℓ = ‖T‖₂ + t₂, L ← max(0.95L + 0.05ℓ, ℓ), then a step of length plr/L.
     """
+    sizes, symmetric = grads.sizes, settings["symmetric"]
+    factors, learned = _factors(state), {}
+    white = state.get("white")
+    if white is None:
+        white = whiten(_noisy(grads.moment, settings), factors, symmetric)
     largest = jnp.max(jnp.abs(white), axis=tuple(range(1, white.ndim)))
-    shown = largest > 0
+    observed = largest > 0
     # so that the squares of whatever is finite are finite
     white = white * across(SQUARE_LIMIT / jnp.maximum(largest, SQUARE_LIMIT), white)
-    largest = jnp.minimum(largest, SQUARE_LIMIT)
+    scale = jnp.square(jnp.minimum(largest, SQUARE_LIMIT))
     white = white if white.ndim == 3 else white[:, :, None]
-    rate = factor_rate(
-        count.astype(white.dtype),
-        settings["preconditioner_lr"],
-        settings["preconditioner_lr_floor"],
-        minimum=jnp.minimum,
-        maximum=jnp.maximum,
-    )
+    count, initial = settings["count"].astype(white.dtype), settings["preconditioner_lr"]
+    floor, smaller, larger = settings["preconditioner_lr_floor"], jnp.minimum, jnp.maximum
+    rate = factor_rate(count, initial, floor, minimum=smaller, maximum=larger)
     limit = _growth_limit(len(factors), settings)
-    # P does not see the balance, so it may as well come after the step as before
-    scale = jnp.ones_like(largest)
+    left = jnp.ones_like(largest)
     if len(factors) == 2:
-        scale = jnp.where(_balance_due(count, settings), balance(*factors), 1)
-    learned = {}
+        # P does not see the balance, so it may as well come after the step as before
+        left = jnp.where(_balance_due(settings), balance(*factors), 1)
     for i, factor in enumerate(factors):
         target = sizes[:, 1 - i] if len(factors) == 2 else jnp.ones_like(largest)
-        turned = white if i == 0 else white.mT
-        new, lipschitz = _side_step(
-            step,
-            factor,
-            state[f"lipschitz.{i}"],
-            turned,
-            largest,
-            sizes[:, i],
-            target,
-            rate,
-            lambda size: _numbers((PROBES, size), settings["seed"], count, white.dtype),
-        )
-        new = jnp.clip(new, -limit, limit) * across(scale if i == 0 else 1 / scale, new)
-        learned[f"factor.{i}"] = jnp.where(across(shown, new), new, factor)
-        learned[f"lipschitz.{i}"] = jnp.where(shown, lipschitz, state[f"lipschitz.{i}"])
+        turned = white if i == 0 else white.mT  # [B, n, k]
+        n, k = turned.shape[1:]
+        probes = _numbers((PROBES, n), settings, white.dtype)
+        bound = partial(norm_bound, probes=probes, size=sizes[:, i])
+        gram: tuple[jax.Array, ...]
+        if factor.ndim == 2:
+            gram = (jnp.sum(jnp.square(turned), axis=2),)
+            norm = jnp.max(gram[0], axis=1)
+        else:
+            product = jnp.einsum("bik,bjk->bij", turned, turned)
+            # multiplying by W twice is cheaper where it is narrow
+            gram = (turned, turned.mT) if 2 * k < n else (product,)
+            norm = bound(product, scale)
+        old = state[f"lipschitz.{i}"]
+        lipschitz = jnp.maximum(0.95 * old + 0.05 * (norm + target), norm + target)
+        new = step_factor(factor, gram, target, rate / lipschitz, bound, symmetric)
+        new = jnp.clip(new, -limit, limit) * across(left if i == 0 else 1 / left, new)
+        learned[f"factor.{i}"] = jnp.where(across(observed, new), new, factor)
+        learned[f"lipschitz.{i}"] = jnp.where(observed, lipschitz, old)
     return learned
 
 
-def _side_step(
-    step: FactorStep,
-    factor: jax.Array,
-    lipschitz: jax.Array,
-    white: jax.Array,
-    largest: jax.Array,
-    size: jax.Array,
-    target: jax.Array,
-    rate: jax.Array,
-    probes: Callable[[int], jax.Array],
-) -> tuple[jax.Array, jax.Array]:
-    """ℓ = ‖T‖₂ + t₂, L ← max(0.95L + 0.05ℓ, ℓ), then a step of length plr/L: the new Q and L."""
-
-    def smoothed(steepness: jax.Array) -> jax.Array:
-        return jnp.maximum(0.95 * lipschitz + 0.05 * steepness, steepness)
-
-    if factor.ndim == 2:
-        diagonal = jnp.sum(jnp.square(white), axis=2)
-        lipschitz = smoothed(jnp.max(diagonal, axis=1) + target)
-        return step.diagonal(factor, diagonal, target, rate / lipschitz), lipschitz
-    n, k = white.shape[1:]
-    gram = Gram(jnp.einsum("bik,bjk->bij", white, white), white if 2 * k < n else None)
-
-    def bound(matrix: jax.Array, scale: jax.Array) -> jax.Array:
-        return norm_bound(matrix, scale, probes(n), size)
-
-    lipschitz = smoothed(bound(gram.matrix, jnp.square(largest)) + target)
-    return step.dense(factor, gram, target, rate / lipschitz, bound), lipschitz
-
-
-QUAD = _method(FactorStep(quad_dense, quad_diagonal, symmetric=True))
-SKEW = _method(FactorStep(skew_dense, skew_diagonal, symmetric=False))
+WHITE_KRON = Method(
+    _init,
+    _direction,
+    _observe,
+    _refresh,
+    splits=_splits,
+    prepare=_normalized,
+    finish=_clipped,
+    operator=("factor", "lipschitz"),
+    padded=True,
+    heavy_ball=False,
+    squares=False,
+    fallible=False,
+)

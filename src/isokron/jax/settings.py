@@ -1,53 +1,137 @@
 """The settings of all optimizers: defaults, validation, and values given as trees."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-GRAFTS = (None, "sgd", "adagrad", "rmsprop", "adam")
-# the least value of settings that are integers, and which of them may be None or traced
-LEAST = {
-    "max_dim": 1,
-    "block_size": 1,
-    "max_size_dense": 1,
-    "pipeline_axis_size": 1,
-    "every": 1,
-    "start": 1,
-    "warmup": 0,
-    "split_dim": 0,
-    "steps": 0,
-}
-OPTIONAL = ("max_dim", "pipeline_axis_size", "start")
-TRACED = ("every", "start", "warmup")
+from isokron.white_kron import GROWTH_LIMIT
 
-# What an optimizer does not set itself.
-DEFAULTS: dict[str, Any] = {
-    "betas": (0.9, 0.999),
-    "eps": 1e-8,
-    "momentum": 0.0,
-    "nesterov": False,
-    "graft": None,
-    "factor_dtype": None,
-    "state_dtype": None,
-    "tolerance": 0.0,
-    "every": 1,
-    "start": None,
-    "warmup": 0,
-    "max_dim": None,
-    "vectors": False,
-    "stacked": 0,
-    "split": None,
-    "split_dim": 0,
-    "max_size_dense": 16384,
-    "preconditioner_lr_floor": 0.4,
-    "pipeline_axis_name": None,
-    "pipeline_axis_size": None,
-    "params_partition_specs": None,
+
+class Rule(NamedTuple):
+    """A condition on a setting: its text for errors, and its test."""
+
+    text: str
+    holds: Callable[[Any], bool]
+
+
+def number(
+    text: str,
+    inside: Callable[[Any], Any],
+    types: Any = (int, float, np.number),
+    traced: bool = True,
+) -> Rule:
+    """A number for which `inside` holds; `traced`: whether it may be an array."""
+
+    def holds(value: Any) -> bool:
+        if isinstance(value, jax.core.Tracer):
+            # its value is not known yet
+            return traced
+        if isinstance(value, jax.Array):
+            return traced and value.ndim == 0 and bool(inside(value))
+        return isinstance(value, types) and not isinstance(value, bool) and bool(inside(value))
+
+    return Rule(text, holds)
+
+
+def integer(least: int, traced: bool = False) -> Rule:
+    text = f"an integer of at least {least}"
+    return number(text, lambda x: x >= least, (int, np.integer), traced)
+
+
+def choice(*values: Any) -> Rule:
+    return Rule(f"one of {values}", lambda value: value in values)
+
+
+def optional(rule: Rule) -> Rule:
+    return Rule(f"None or {rule.text}", lambda value: value is None or rule.holds(value))
+
+
+def dtype_name(value: Any) -> str:
+    """The name of a dtype, or "" for what is none."""
+    try:
+        return jnp.dtype(value).name
+    except TypeError:
+        return ""
+
+
+def _storable(dtype: Any) -> bool:
+    # without jax_enable_x64, float64 would silently be float32
+    wide = jax.config.read("jax_enable_x64")
+    return dtype_name(dtype) in ("bfloat16", "float32", *(["float64"] if wide else []))
+
+
+ANYTHING = Rule("anything", lambda value: True)
+NOT_NEGATIVE = number("a number of at least 0", lambda x: 0 <= x < float("inf"))
+FRACTION = number("a number in [0, 1)", lambda x: 0 <= x < 1)
+FLAG = Rule("True or False", lambda value: isinstance(value, bool))
+FLOATING = optional(Rule("a floating-point dtype", lambda x: "float" in dtype_name(x)))
+STORABLE = optional(Rule("bfloat16, float32 or, with jax_enable_x64, float64", _storable))
+PAIR = Rule(
+    "two numbers in [0, 1)",
+    lambda x: isinstance(x, Sequence) and len(x) == 2 and all(map(FRACTION.holds, x)),
+)
+
+# Settings of every optimizer: the default, unless its constructor has another, and the rule.
+SHARED: dict[str, tuple[Any, Rule]] = {
+    "betas": ((0.9, 0.999), PAIR),
+    "eps": (1e-8, NOT_NEGATIVE),
+    "momentum": (0.0, FRACTION),
+    "nesterov": (False, FLAG),
+    "graft": (None, choice(None, "sgd", "adagrad", "rmsprop", "adam")),
+    "factor_dtype": (None, FLOATING),
+    "state_dtype": (None, ANYTHING),
+    "tolerance": (0.0, NOT_NEGATIVE),
+    "every": (1, integer(1, traced=True)),
+    "start": (None, optional(integer(1, traced=True))),
+    "warmup": (0, integer(0, traced=True)),
+    "max_dim": (None, optional(integer(1))),
+    "vectors": (False, FLAG),
+    "stacked": (0, ANYTHING),
+    "split": (None, ANYTHING),
+    "split_dim": (0, integer(0)),
+    "max_size_dense": (16384, integer(1)),
+    "preconditioner_lr_floor": (0.4, NOT_NEGATIVE),
+    "pipeline_axis_name": (None, ANYTHING),
+    "pipeline_axis_size": (None, optional(integer(1))),
+    "params_partition_specs": (None, ANYTHING),
+}
+DEFAULTS = {name: default for name, (default, _) in SHARED.items()}
+# Rules for settings that only some optimizers have.
+WHITE_KRON_RULES = {
+    "normalize": FLAG,
+    "lr_style": choice("adam", None),
+    "apply": choice("new", "old"),
+    "block_size": integer(1),
+    "preconditioner_lr": number("a number in (0, 1]", lambda x: 0 < x <= 1),
+    "preconditioner_init_scale": number("a number in (0, 1e6]", lambda x: 0 < x <= GROWTH_LIMIT),
+    "noise_scale": NOT_NEGATIVE,
+    "damping": NOT_NEGATIVE,
+    "dtype": STORABLE,
+}
+RULES: dict[str, dict[str, Rule]] = {
+    "SOAP": {"factor_beta": optional(FRACTION), "basis": choice("qr", "eigh")},
+    "Shampoo": {
+        "factor_beta": number("a number in [0, 1]", lambda x: 0 <= x <= 1),
+        "damping": NOT_NEGATIVE,
+        "form": choice("root", "eigen"),
+        "statistic": choice("gradient", "kl"),
+    },
+    "Katie": {
+        "factor_beta": FRACTION,
+        "damping": number("a number above 0", lambda x: 0 < x < float("inf")),
+        "form": choice("sequential", "symmetric"),
+        "statistic": choice("correlation", "raw"),
+    },
+    "Muon": {"scale": choice("match_rms_adamw", "original"), "dtype": FLOATING},
+    "Quad": WHITE_KRON_RULES,
+    "Skew": WHITE_KRON_RULES,
 }
 
 
@@ -107,16 +191,15 @@ def settle(
     """All settings of an optimizer as plain values, checked.
 
     Args:
-        optimizer: its name, for errors.
+        optimizer: its name, for its rules and for errors.
         arguments: locals() of its constructor, whose **shared are those of `kind`.
         kind: the TypedDict of its further settings.
-        aliases: other libraries' names for settings, and ours.
+        aliases: names of settings in other libraries, and ours.
     """
     named = {name: value for name, value in arguments.items() if name != "shared"}
     # optax.inject_hyperparams passes **shared on as one argument of that name
     shared = {**arguments["shared"], **arguments["shared"].get("shared", {})}
-    shared.pop("shared", None)
-    shared = {(aliases or {}).get(name, name): value for name, value in shared.items()}
+    shared = {(aliases or {}).get(key, key): x for key, x in shared.items() if key != "shared"}
     allowed = {*named, *kind.__annotations__}
     for name in shared:
         if name not in allowed:
@@ -125,8 +208,50 @@ def settle(
         name: value.value if isinstance(value, Static) else value
         for name, value in {**DEFAULTS, **named, **shared}.items()
     }
-    _check(settings)
+    shared_rules = {name: rule for name, (_, rule) in SHARED.items()}
+    for name, rule in {**shared_rules, **RULES[optimizer]}.items():
+        if not rule.holds(settings[name]):
+            remedy = "; under optax.inject_hyperparams name it in static_args"
+            remedy = remedy if isinstance(settings[name], jax.Array) else ""
+            raise ValueError(f"{name} must be {rule.text}, got {settings[name]!r}{remedy}")
+    if settings["nesterov"] and is_zero(settings["momentum"]):
+        raise ValueError("nesterov must be False where momentum is 0, got True; set a momentum")
     return {"optimizer": optimizer, **settings}
+
+
+def with_learning_rate(
+    scale_by: Callable[..., optax.GradientTransformationExtraArgs],
+) -> Callable[..., optax.GradientTransformationExtraArgs]:
+    """The optimizer that chains `scale_by`, decayed weights and the learning rate."""
+
+    def optimizer(
+        learning_rate: optax.ScalarOrSchedule = 1e-2,
+        *,
+        weight_decay: float = 0.1,
+        weight_decay_mask: Any = None,
+        **settings: Any,
+    ) -> optax.GradientTransformationExtraArgs:
+        return optax.chain(
+            scale_by(**settings),
+            optax.add_decayed_weights(weight_decay, weight_decay_mask),
+            optax.scale_by_learning_rate(learning_rate),
+        )
+
+    optimizer.__name__ = optimizer.__qualname__ = scale_by.__name__.removeprefix("scale_by_")
+    optimizer.__module__ = scale_by.__module__
+    signature, inner = inspect.signature(optimizer), inspect.signature(scale_by)
+    parameters = [*list(signature.parameters.values())[:-1], *inner.parameters.values()]
+    # help() and optax.inject_hyperparams read the signature
+    optimizer.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    optimizer.__doc__ = f"""{scale_by.__name__}, then decayed weights, then the learning rate.
+
+    Args:
+        learning_rate: a number or a schedule.
+        weight_decay: decoupled: W ← W − lr(P + weight_decay·W).
+        weight_decay_mask: a tree of flags, or a function of the parameters: which of them decay.
+        **settings: those of {scale_by.__name__}.
+    """
+    return optimizer
 
 
 def in_dtype(settings: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
@@ -144,89 +269,31 @@ def is_zero(value: Any) -> bool:
     return isinstance(value, (int, float)) and value == 0
 
 
-def check_number(name: str, value: Any, rule: str, holds: Callable[[Any], bool]) -> None:
-    """Raise unless `value` is a number for which `holds`. Traced numbers cannot be checked."""
-    if isinstance(value, jax.core.Tracer):
-        return
-    array = isinstance(value, jax.Array) and value.ndim == 0
-    number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
-    if not (array or number) or not holds(value):
-        raise ValueError(f"{name} must be a number {rule}, got {value!r}")
+def first_refresh(settings: Mapping[str, Any]) -> Any:
+    return settings["every"] if settings["start"] is None else settings["start"]
 
 
-def check_not_negative(name: str, value: Any) -> None:
-    check_number(name, value, "of at least 0", lambda x: 0 <= x < float("inf"))
+def refresh_due(settings: Mapping[str, Any]) -> jax.Array | bool:
+    """Whether operators are refreshed in this step.
 
-
-def check_above_zero(name: str, value: Any) -> None:
-    check_number(name, value, "above 0", lambda x: 0 < x < float("inf"))
-
-
-def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {choices}, got {value!r}")
-
-
-def check_floating(name: str, dtype: Any) -> None:
-    try:
-        fits = dtype is None or jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
-    except TypeError:
-        fits = False
-    if not fits:
-        raise ValueError(f"{name} must be None or a floating-point dtype, got {dtype!r}")
-
-
-def check_factor_beta(settings: Mapping[str, Any], sums: bool = False) -> None:
-    """`sums`: whether β may be 1, which sums as AdaGrad does."""
-    if settings["factor_beta"] is not None:
-        rule = "in [0, 1]" if sums else "in [0, 1)"
-        check_number(
-            "factor_beta", settings["factor_beta"], rule, lambda x: 0 <= x < 1 or (sums and x == 1)
-        )
-
-
-def _check(settings: Mapping[str, Any]) -> None:
-    betas = settings["betas"]
-    if not (isinstance(betas, Sequence) and len(betas) == 2):
-        raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}")
-    for beta in betas:
-        check_number("betas", beta, "in [0, 1) each", lambda x: 0 <= x < 1)
-    check_number("momentum", settings["momentum"], "in [0, 1)", lambda x: 0 <= x < 1)
-    check_not_negative("eps", settings["eps"])
-    check_not_negative("tolerance", settings["tolerance"])
-    check_choice("graft", settings["graft"], GRAFTS)
-    check_floating("factor_dtype", settings["factor_dtype"])
-    for name in ("vectors", "nesterov"):
-        if not isinstance(settings[name], bool):
-            raise ValueError(f"{name} must be True or False, got {settings[name]!r}")
-    if settings["nesterov"] and is_zero(settings["momentum"]):
-        raise ValueError(
-            "nesterov must be False where momentum is 0, got True; there is nothing to look ahead "
-            "with, give a momentum"
-        )
-    for name, least in LEAST.items():
-        if name in settings and not (name in OPTIONAL and settings[name] is None):
-            _check_integer(name, settings[name], least, "None or " if name in OPTIONAL else "")
-
-
-def _check_integer(name: str, value: Any, least: int, also: str) -> None:
-    if isinstance(value, jax.Array):
-        if name in TRACED:
-            return
-        raise ValueError(
-            f"{name} shapes what is computed and must be a Python integer, got an array; under "
-            "optax.inject_hyperparams name it in static_args"
-        )
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-        raise ValueError(f"{name} must be {also}an integer of at least {least}, got {value!r}")
+    In each of the first `warmup` steps; then, counted from there, at start, start·2, start·4, …
+    below `every`, and at every multiple of it.
+    """
+    start, every, warmup = first_refresh(settings), settings["every"], settings["warmup"]
+    if isinstance(start, int) and isinstance(every, int) and start == every == 1:
+        return True
+    step = settings["count"] - warmup
+    times = step // start
+    doubled = (step % start == 0) & (times & (times - 1) == 0)
+    later = jnp.where(step < every, doubled, step % every == 0)
+    return jnp.where(step <= start, step == start, later) | (step <= 0)
 
 
 def values_by_path(name: str, tree: Any, values: Any) -> list[Any]:
-    """The value for each leaf in a tree of values, which may end early: one for a whole subtree.
-
-    Found by path and not by position, because optax.masked takes leaves out of the tree alone.
-    """
-    by_path = dict(jax.tree.leaves_with_path(values, is_leaf=_is_value))
+    """The value for each leaf in a tree of values, which may end early: one for a whole subtree."""
+    # by path and not by position, because optax.masked takes leaves out of `tree` only
+    ends = (type(None), PartitionSpec, NamedSharding)
+    by_path = dict(jax.tree.leaves_with_path(values, is_leaf=lambda node: isinstance(node, ends)))
     result = []
     for path, _ in jax.tree.leaves_with_path(tree):
         heads = [path[:length] for length in range(len(path), -1, -1) if path[:length] in by_path]
@@ -237,7 +304,3 @@ def values_by_path(name: str, tree: Any, values: Any) -> list[Any]:
             )
         result.append(by_path[heads[0]])
     return result
-
-
-def _is_value(node: Any) -> bool:
-    return node is None or isinstance(node, (PartitionSpec, NamedSharding))

@@ -1,6 +1,6 @@
 """Where arrays lie on a mesh: blocks on one axis, updates and Adam's moments like parameters."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -32,32 +32,30 @@ def get_opt_state_partition_specs(
     from isokron.jax.transform import PreconditionedState
 
     specs = settings.get("params_partition_specs")
-    axis = settings.get("pipeline_axis_name")
+    specs = jax.tree.map(spec_of, params) if specs is None else specs
+    blocks = PartitionSpec(settings.get("pipeline_axis_name"))
     state = jax.eval_shape((optimizer or quad)(**settings).init, params)
-    by_path = dict(jax.tree.leaves_with_path(params))
 
     def like_params(tree: Any) -> Any:
-        if specs is not None:
-            listed = values_by_path("params_partition_specs", tree, specs)
-            flat = [getattr(spec, "spec", spec) or PartitionSpec() for spec in listed]
-        else:
-            paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
-            flat = [spec_of(by_path[path]) or PartitionSpec() for path in paths]
+        flat = [spec or PartitionSpec() for spec in listed_specs(tree, specs)]
         return jax.tree.unflatten(jax.tree.structure(tree), flat)
 
     def of_node(node: Any) -> Any:
         if not isinstance(node, PreconditionedState):
             return PartitionSpec()
-        return PreconditionedState(
-            count=PartitionSpec(),
-            skipped=PartitionSpec(),
-            failed=PartitionSpec(),
+        return jax.tree.map(lambda _: PartitionSpec(), node)._replace(
             mu=like_params(node.mu),
             nu=like_params(node.nu),
-            blocks=jax.tree.map(lambda _: PartitionSpec(axis), node.blocks),
+            blocks=jax.tree.map(lambda _: blocks, node.blocks),
         )
 
     return jax.tree.map(of_node, state, is_leaf=lambda node: isinstance(node, PreconditionedState))
+
+
+def listed_specs(tree: Any, specs: Any) -> list[PartitionSpec | None]:
+    """The spec of each leaf, out of a tree of specs or of NamedShardings."""
+    listed = values_by_path("params_partition_specs", tree, specs)
+    return [getattr(spec, "spec", spec) for spec in listed]
 
 
 def mesh_of(arrays: Iterable[Any]) -> AnyMesh:
@@ -95,10 +93,11 @@ def axis_size(mesh: AnyMesh, name: str | None, size: int | None) -> int:
 
 
 class Placement(NamedTuple):
-    """A mesh, the axis over which blocks are spread, and the specs of the leaves; or None each."""
+    """A mesh, the axis over which blocks are spread, its size, and the specs of the leaves."""
 
     mesh: AnyMesh
     axis: str | None
+    size: int = 1
     homes: tuple[PartitionSpec | None, ...] = ()
 
     def spread(self, tree: Any) -> Any:
@@ -106,7 +105,8 @@ class Placement(NamedTuple):
         return tree if self.axis is None else self._placed(tree, PartitionSpec(self.axis))
 
     def replicate(self, tree: Any) -> Any:
-        """Put arrays on every device: cutting sharded matrices would move them piece by piece."""
+        """Put arrays on every device."""
+        # cutting sharded matrices would move them piece by piece
         alone = self.mesh is None and self.axis is None
         return tree if alone else self._placed(tree, PartitionSpec())
 
@@ -119,17 +119,13 @@ class Placement(NamedTuple):
         return jax.tree.map(lambda array: place(array, spec, self.mesh), tree)
 
 
-def placement_of(updates: Any, axis: str | None, size: int | None, specs: Any) -> Placement:
-    """Where a tree of gradients lies, and where its blocks go."""
-    leaves = jax.tree.leaves(updates)
-    mesh = mesh_of(leaves)
-    axis_size(mesh, axis, size)
-    if specs is None:
-        homes = [spec_of(leaf) for leaf in leaves]
-    else:
-        listed = values_by_path("params_partition_specs", updates, specs)
-        homes = [getattr(spec, "spec", spec) for spec in listed]
-    return Placement(mesh, axis, tuple(homes))
+def placement_of(tree: Any, settings: Mapping[str, Any]) -> Placement:
+    """Where a tree of parameters or gradients lies, and where its blocks go."""
+    leaves, specs = jax.tree.leaves(tree), settings["params_partition_specs"]
+    mesh, axis = mesh_of(leaves), settings["pipeline_axis_name"]
+    size = axis_size(mesh, axis, settings["pipeline_axis_size"])
+    homes = map(spec_of, leaves) if specs is None else listed_specs(tree, specs)
+    return Placement(mesh, axis, size, tuple(homes))
 
 
 def place(array: jax.Array, spec: PartitionSpec, mesh: AnyMesh) -> jax.Array:

@@ -6,25 +6,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from isokron.jax import moments
 from isokron.jax.blocks import BlockBatch, Settings
-from isokron.jax.linalg import across, eigenbasis, eyes, follow, multiply, offdiagonal
-from isokron.jax.moments import debiased, mixed
-from isokron.jax.settings import (
-    FactorSettings,
-    Static,
-    check_choice,
-    check_factor_beta,
-    is_zero,
-    settle,
-)
-from isokron.jax.shampoo import observe_side, sides_of, where_observed, zero_covariances
-from isokron.jax.transform import (
-    Gradients,
-    Method,
-    State,
-    scale_by_preconditioned,
-    with_learning_rate,
-)
+from isokron.jax.linalg import across, eigh, eyes, follow, multiply, offdiagonal
+from isokron.jax.settings import FactorSettings, Static, is_zero, settle, with_learning_rate
+from isokron.jax.transform import Gradients, Method, State, scale_by_preconditioned
 
 
 def scale_by_soap(
@@ -52,10 +38,7 @@ def scale_by_soap(
         max_dim: longer dimensions are cut into blocks of this size.
         **shared: see FactorSettings.
     """
-    settings = settle("SOAP", locals(), FactorSettings)
-    check_choice("basis", settings["basis"], ("qr", "eigh"))
-    check_factor_beta(settings)
-    return scale_by_preconditioned(SOAP, settings)
+    return scale_by_preconditioned(SOAP, settle("SOAP", locals(), FactorSettings))
 
 
 soap = with_learning_rate(scale_by_soap)
@@ -66,38 +49,37 @@ def _init(batch: BlockBatch, dtype: Any, settings: Settings) -> State:
     return {
         "rotated": zeros,  # the first moment, in the basis
         "variance": zeros,  # of the gradient in the basis
-        **zero_covariances(batch, range(len(batch.shape)), dtype, settings),
+        **moments.zero_covariances(batch, range(len(batch.shape)), dtype, settings),
         **{f"basis.{i}": eyes(batch.rows, size, dtype) for i, size in enumerate(batch.shape)},
     }
 
 
-def _observe(shown: Gradients, state: State, count: jax.Array, settings: Settings) -> State:
-    beta = settings["factor_beta"]
+def _observe(grads: Gradients, state: State, settings: Settings) -> State:
+    beta, sides = settings["factor_beta"], moments.sides_of(state)
     beta = settings["betas"][1] if beta is None else beta
-    return {
-        f"cov.{i}": observe_side(state[f"cov.{i}"], shown.grad, i, beta) for i in sides_of(state)
-    }
+    return {f"cov.{i}": moments.observe_side(state, grads.grad, i, beta) for i in sides}
 
 
-def _refresh(shown: Gradients, state: State, count: jax.Array, settings: Settings) -> State:
-    return where_observed(
-        {f"basis.{i}": _refreshed_basis(state, i, settings) for i in sides_of(state)}, state
-    )
+def _refresh(grads: Gradients, state: State, settings: Settings) -> State:
+    bases = {f"basis.{i}": _refreshed_basis(state, i, settings) for i in moments.sides_of(state)}
+    return moments.where_observed(bases, state)
 
 
 def _refreshed_basis(state: State, side: int, settings: Settings) -> jax.Array:
-    """The new basis of a side. [B, d, d]"""
+    """The new basis of a side, the largest eigenvalue's vector first. [B, d, d]"""
     cov, old = state[f"cov.{side}"], state[f"basis.{side}"]
     cov = cov.astype(jnp.promote_types(cov.dtype, old.dtype))
     old = old.astype(cov.dtype)
     # a basis that was never refreshed is the identity, from which one iteration leads nowhere
     first = (jnp.diagonal(old, axis1=-2, axis2=-1) == 1).all(axis=-1)
     if settings["basis"] == "eigh":
-        basis = eigenbasis(cov)
+        basis = eigh(cov)[1][..., ::-1]
     else:
         near = follow(cov, old)
         basis = jax.lax.cond(
-            first.any(), lambda: jnp.where(across(first, cov), eigenbasis(cov), near), lambda: near
+            first.any(),
+            lambda: jnp.where(across(first, cov), eigh(cov)[1][..., ::-1], near),
+            lambda: near,
         )
     if is_zero(settings["tolerance"]):
         return basis
@@ -106,10 +88,8 @@ def _refreshed_basis(state: State, side: int, settings: Settings) -> jax.Array:
 
 
 def _install(bases: State, state: State) -> State:
-    """Turn what lives in the basis with it: R = Q_oldᵀ Q_new, M ← RᵀM, E ← (R⊙R)ᵀE.
-
-    The last is exact for a permutation, and for uncorrelated coordinates.
-    """
+    """Turn what lives in the basis with it: R = Q_oldᵀ Q_new, M ← RᵀM, E ← (R⊙R)ᵀE."""
+    # the last is exact for a permutation, and for uncorrelated coordinates
     rotated, variance = state["rotated"], state["variance"]
     for key, basis in bases.items():
         side = int(key[6:])
@@ -119,28 +99,19 @@ def _install(bases: State, state: State) -> State:
     return {"rotated": rotated, "variance": variance, **bases}
 
 
-def _direction(
-    shown: Gradients, state: State, count: jax.Array, settings: Settings
-) -> tuple[jax.Array, State]:
+def _direction(grads: Gradients, state: State, settings: Settings) -> tuple[jax.Array, State]:
     beta1, beta2 = settings["betas"]
-    turned = shown.grad
-    for i in sides_of(state):
+    turned = grads.grad
+    for i in moments.sides_of(state):
         turned = multiply(turned, state[f"basis.{i}"].mT, i)
-    variance = mixed(state["variance"], turned * turned, beta2)
-    rotated = mixed(state["rotated"], turned, beta1)
-    deviation = jnp.sqrt(debiased(variance, beta2, shown.step)) + settings["eps"]
-    direction = debiased(rotated, beta1, shown.step) / deviation
-    for i in sides_of(state):
+    variance = moments.mixed(state["variance"], turned * turned, beta2)
+    rotated = moments.mixed(state["rotated"], turned, beta1)
+    deviation = jnp.sqrt(moments.debiased(variance, beta2, grads.step)) + settings["eps"]
+    direction = moments.debiased(rotated, beta1, grads.step) / deviation
+    for i in moments.sides_of(state):
         direction = multiply(direction, state[f"basis.{i}"], i)
     return direction, {"rotated": rotated, "variance": variance}
 
 
-SOAP = Method(
-    init=_init,
-    direction=_direction,
-    observe=_observe,
-    refresh=_refresh,
-    install=_install,
-    operator=("basis", "rotated", "variance"),
-    keeps_moment=True,
-)
+OPERATOR = ("basis", "rotated", "variance")
+SOAP = Method(_init, _direction, _observe, _refresh, _install, operator=OPERATOR, keeps_moment=True)

@@ -1,11 +1,10 @@
-"""The transformation behind every optimizer here; a Method says what is particular to one of them.
+"""The optax transformation that all optimizers share; a Method holds what differs between them.
 
 Gradients are gathered into batches of blocks, [B, ...]. Each step folds them into statistics
-(`observe`), makes new operators of the statistics when that is due (`refresh`), and applies the
-operators (`direction`).
+(`observe`), computes new operators from the statistics when a refresh is due (`refresh`), and
+applies the operators (`direction`).
 """
 
-import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,46 +13,29 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from isokron.jax.blocks import (
-    Arrays,
-    BlockBatch,
-    BlockSplit,
-    LayerIndex,
-    Settings,
-    TreeLayout,
-    chunk_rows,
-    gather,
-    matrix_splits,
-    scatter,
-    tree_layout,
-)
+from isokron.jax import blocks
+from isokron.jax.blocks import Arrays, BlockBatch, Settings, Splitter, TreeLayout
 from isokron.jax.linalg import across
-from isokron.jax.moments import adam, first_moment, graft, graft_direction, heavy_ball, mixed
-from isokron.jax.settings import in_dtype, is_zero
-from isokron.jax.sharding import Placement, axis_size, mesh_of, placement_of
+from isokron.jax.moments import adam, debiased, graft, mixed
+from isokron.jax.settings import first_refresh, in_dtype, is_zero, refresh_due
+from isokron.jax.sharding import Placement, placement_of
 
 State = dict[str, jax.Array]  # what a method keeps of a batch; blocks first
 
 
 class PreconditionedState(NamedTuple):
-    """The state of every optimizer of this package.
+    """The state of every optimizer of this package."""
 
-    `count`: steps. `skipped`: of each layer, steps left out because its gradient was not finite;
-    layers in the order of the leaves, one for a leaf that is not stacked. `failed`: refreshes that
-    were not finite and left the operator as it was. `mu`, `nu`: Adam's moments of the leaves that
-    the method does not step. `blocks`: by the name of a batch, the state of its blocks.
-    """
-
-    count: Any
-    skipped: Any
-    failed: Any
-    mu: Any
+    count: Any  # steps
+    skipped: Any  # of each layer, in the order of the leaves: steps without a finite gradient
+    failed: Any  # refreshes that were not finite and left the operator as it was
+    mu: Any  # Adam's moments, of the leaves that the method does not step
     nu: Any
-    blocks: Any
+    blocks: Any  # by the name of a batch, the state of its blocks
 
 
 class Gradients(NamedTuple):
-    """What one step shows of a batch of blocks."""
+    """The gradients of one step, for a batch of blocks."""
 
     grad: jax.Array  # [B, ...]
     moment: jax.Array  # the debiased first moment, or the gradient where none is kept. [B, ...]
@@ -62,41 +44,34 @@ class Gradients(NamedTuple):
     sizes: jax.Array  # of blocks without padding. [B, order]
 
 
-def _nothing(shown: Gradients, state: State, count: jax.Array, settings: Settings) -> State:
-    return {}
-
-
-def _unchanged(blocks: Arrays, layers: LayerIndex, place: Placement, settings: Settings) -> Arrays:
-    return blocks
-
-
 class Method(NamedTuple):
-    """What is particular to an optimizer. `count` is the step; state that `init` does not make, and
-    another hook returns, lasts for one step.
+    """The hooks and flags of one optimizer.
+
+    In hooks settings["count"] is the number of the step. State that a hook returns under a name
+    that `init` does not use lasts for one step.
 
     init(batch, dtype, settings) → state.
-    direction(gradients, state, count, settings) → the direction, and the state it changed.
-    observe(gradients, state, count, settings) → the state it changed.
-    refresh(gradients, state, count, settings) → new operators.
+    direction(gradients, state, settings) → the direction, and the state it changed.
+    observe(gradients, state, settings) → the state it changed.
+    refresh(gradients, state, settings) → new operators.
     install(operators, state) → all state that they change, under the names in `operator`.
-    splits(shape, settings) → how a layer is cut; nothing where Adam is to step it.
-    prepare, finish(batches, layers, place, settings) → first moments, or directions, of all
-    batches; for what concerns a layer as a whole.
+    splits(shape, settings) → how a layer is cut into blocks; empty to leave it to Adam.
+    prepare, finish(batches, layout, settings) → first moments, or directions, of all batches; for
+    operations on whole layers, such as a norm.
     """
 
     init: Callable[[BlockBatch, Any, Settings], State]
-    direction: Callable[[Gradients, State, jax.Array, Settings], tuple[jax.Array, State]]
-    observe: Callable[[Gradients, State, jax.Array, Settings], State] = _nothing
-    refresh: Callable[[Gradients, State, jax.Array, Settings], State] = _nothing
+    direction: Callable[[Gradients, State, Settings], tuple[jax.Array, State]]
+    observe: Callable[[Gradients, State, Settings], State] = lambda grads, state, settings: {}
+    refresh: Callable[[Gradients, State, Settings], State] = lambda grads, state, settings: {}
     install: Callable[[State, State], State] = lambda operators, state: operators
-    splits: Callable[[tuple[int, ...], Settings], list[BlockSplit]] = matrix_splits
-    prepare: Callable[[Arrays, LayerIndex, Placement, Settings], Arrays] = _unchanged
-    finish: Callable[[Arrays, LayerIndex, Placement, Settings], Arrays] = _unchanged
+    splits: Splitter = blocks.matrix_splits
+    prepare: Callable[[Arrays, TreeLayout, Settings], Arrays] = lambda moments, *_: moments
+    finish: Callable[[Arrays, TreeLayout, Settings], Arrays] = lambda directions, *_: directions
     operator: tuple[str, ...] = ()  # names of the operators, up to a dot
     padded: bool = False  # whether blocks may be padded with zeros
     heavy_ball: bool = True  # whether `momentum` acts on the update; else it is the first moment
     keeps_moment: bool = False  # whether the method has a first moment of its own
-    debias: bool = True  # whether the direction depends on the scale of the first moment
     squares: bool = True  # whether gradients are squared, and must not overflow then
     fallible: bool = True  # whether a refresh may be not finite, as a decomposition may
 
@@ -105,40 +80,33 @@ def scale_by_preconditioned(
     method: Method, settings: Settings
 ) -> optax.GradientTransformationExtraArgs:
     """The transformation of a method; `settings` as isokron.jax.settings.settle returns them."""
-    axis, size = settings["pipeline_axis_name"], settings["pipeline_axis_size"]
 
-    def layout_of(tree: Any) -> TreeLayout:
-        multiple = axis_size(mesh_of(jax.tree.leaves(tree)), axis, size)
-        return tree_layout(tree, settings, method.splits, method.padded, multiple)
+    def layout_of(tree: Any, place: Placement) -> TreeLayout:
+        return blocks.tree_layout(tree, settings, method.splits, method.padded, place)
 
     def init(params: Any) -> PreconditionedState:
         leaves, structure = jax.tree.flatten(params)
-        layout = layout_of(params)
+        layout = layout_of(params, placement_of(params, settings))
         dtype = jnp.result_type(jnp.float32, *[leaf.dtype for leaf in leaves])
-        blocks = {
+        state = {
             name: _first_state(method, batch, dtype, settings)
             for name, batch in layout.batches.items()
         }
-        stepped = {number for group in layout.groups for number in group.leaves}
         zeros = [
-            optax.MaskedNode() if i in stepped else jnp.zeros_like(leaf, dtype=dtype)
+            optax.MaskedNode() if i in layout.stepped else jnp.zeros_like(leaf, dtype=dtype)
             for i, leaf in enumerate(leaves)
         ]
         mu, nu = (jax.tree.unflatten(structure, zeros) for _ in range(2))
-        return PreconditionedState(
-            count=_zero_on_devices_of(leaves),
-            skipped=jnp.zeros(layout.layer_count, jnp.int32),
-            failed=jnp.zeros((), jnp.int32),
-            mu=mu,
-            nu=nu,
-            # without leaves, optax.tree.map_params needs a prefix of the structure with leaves
-            blocks=Placement(mesh_of(leaves), axis).spread(blocks) if leaves else params,
-        )
+        skipped, failed = jnp.zeros(layout.layer_count, jnp.int32), jnp.zeros((), jnp.int32)
+        # without leaves, optax.tree.map_params needs a prefix of the structure with leaves
+        batches = layout.place.spread(state) if leaves else params
+        return PreconditionedState(_zero_on_devices_of(leaves), skipped, failed, mu, nu, batches)
 
-    # compiled, because outside of jit a lax.cond is compiled again at every call
+    # compiled, because outside of jit a lax.cond is compiled again at every call; `place` is an
+    # argument, because the layout of concrete arrays is not known to their tracers
     @partial(jax.jit, static_argnums=2)
     def step(updates: Any, state: PreconditionedState, place: Placement) -> Any:
-        return _step(method, settings, layout_of(updates), place, updates, state)
+        return _step(method, settings, layout_of(updates, place), updates, state)
 
     def update(
         updates: Any, state: PreconditionedState, params: Any = None, **extra: Any
@@ -146,52 +114,15 @@ def scale_by_preconditioned(
         del params, extra
         if not jax.tree.leaves(updates):
             return updates, state._replace(count=optax.safe_increment(state.count))
-        names = layout_of(updates).batches
-        if set(names) != set(state.blocks):
+        layout = layout_of(updates, placement_of(updates, settings))
+        if set(layout.batches) != set(state.blocks):
             raise ValueError(
                 f"the state has blocks {sorted(state.blocks)} and the gradients make "
-                f"{sorted(names)}; init it with the same parameters and settings"
+                f"{sorted(layout.batches)}; init it with the same parameters and settings"
             )
-        place = placement_of(updates, axis, size, settings["params_partition_specs"])
-        return step(updates, state, place)
+        return step(updates, state, layout.place)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def with_learning_rate(
-    scale_by: Callable[..., optax.GradientTransformationExtraArgs],
-) -> Callable[..., optax.GradientTransformationExtraArgs]:
-    """The optimizer of a mechanism: `scale_by`, decayed weights, learning rate."""
-
-    def optimizer(
-        learning_rate: optax.ScalarOrSchedule = 1e-2,
-        *,
-        weight_decay: float = 0.1,
-        weight_decay_mask: Any = None,
-        **settings: Any,
-    ) -> optax.GradientTransformationExtraArgs:
-        return optax.chain(
-            scale_by(**settings),
-            optax.add_decayed_weights(weight_decay, weight_decay_mask),
-            optax.scale_by_learning_rate(learning_rate),
-        )
-
-    ours, theirs = inspect.signature(optimizer), inspect.signature(scale_by)
-    parameters = [*list(ours.parameters.values())[:-1], *theirs.parameters.values()]
-    name = scale_by.__name__.removeprefix("scale_by_")
-    optimizer.__name__ = optimizer.__qualname__ = name
-    optimizer.__module__ = scale_by.__module__
-    # help() and optax.inject_hyperparams read the signature
-    optimizer.__signature__ = ours.replace(parameters=parameters)  # type: ignore[attr-defined]
-    optimizer.__doc__ = f"""{scale_by.__name__}, then decayed weights, then the learning rate.
-
-    Args:
-        learning_rate: a number or a schedule.
-        weight_decay: decoupled: W ← W − lr(P + weight_decay·W).
-        weight_decay_mask: a tree of flags, or a function of the parameters: which of them decay.
-        **settings: those of {scale_by.__name__}.
-    """
-    return optimizer
 
 
 def _first_state(method: Method, batch: BlockBatch, dtype: Any, settings: Settings) -> State:
@@ -212,206 +143,149 @@ def _first_beta(method: Method, settings: Settings) -> Any:
 
 
 def _zero_on_devices_of(leaves: list[Any]) -> jax.Array:
-    """The first count. It uses a traced leaf, because jit drops the devices of unused arguments."""
+    """The first count."""
     zero = jnp.zeros((), jnp.int32)
-    for leaf in leaves[:1]:
-        if isinstance(leaf, jax.core.Tracer):
-            return jnp.where(False, jnp.sum(leaf).astype(jnp.int32), zero)
+    if leaves and isinstance(leaves[0], jax.core.Tracer):
+        # jit drops the devices of arguments that are not used
+        return jnp.where(False, jnp.sum(leaves[0]).astype(jnp.int32), zero)
     return zero
 
 
 def _working_dtype(state: PreconditionedState, grads: list[jax.Array]) -> Any:
     """float32, or float64 where the state is; statistics have a dtype of their own."""
-    blocks = [x for batch in state.blocks.values() for key, x in batch.items() if key[:4] != "cov."]
-    arrays = [*jax.tree.leaves(state.mu), *blocks] or grads
+    items = [item for batch in state.blocks.values() for item in batch.items()]
+    arrays = [x for key, x in items if not key.startswith("cov.")]
+    arrays = [*jax.tree.leaves(state.mu), *arrays] or grads
     return jnp.result_type(jnp.float32, *[array.dtype for array in arrays])
 
 
 def _step(
-    method: Method,
-    settings: Settings,
-    layout: TreeLayout,
-    place: Placement,
-    updates: Any,
-    state: PreconditionedState,
+    method: Method, settings: Settings, layout: TreeLayout, updates: Any, state: PreconditionedState
 ) -> tuple[Any, PreconditionedState]:
     """The directions of all leaves, and the state after this step."""
     leaves, structure = jax.tree.flatten(updates)
-    dtype = _working_dtype(state, leaves)
-    settings = in_dtype(settings, dtype)
+    place, dtype = layout.place, _working_dtype(state, leaves)
     count = optax.safe_increment(state.count)
-    layers = LayerIndex(layout)
+    settings = {**in_dtype(settings, dtype), "count": count}
 
-    grads = place.spread(gather(place.replicate(leaves), layout, dtype))
-    stepped = {number for group in layout.groups for number in group.leaves}
-    adam_grads = {i: leaf.astype(dtype) for i, leaf in enumerate(leaves) if i not in stepped}
-    finite = _finite_layers(grads, adam_grads, layers, place, method.squares)
+    # the transpose of gather puts directions where their gradients were, in the leaves' dtypes
+    gather = partial(blocks.gather, layout=layout, dtype=dtype)
+    grads, scatter = jax.vjp(gather, place.replicate(leaves))
+    grads = place.spread(grads)
+    adam_grads = {i: g.astype(dtype) for i, g in enumerate(leaves) if i not in layout.stepped}
+    finite = _finite_layers(grads, adam_grads, layout, method.squares)
     skipped = state.skipped + ~finite
-    # a layer whose gradients were left out has younger moments than the others
+    # bias corrections do not count steps without a finite gradient
     steps = jnp.maximum(count - skipped, 1).astype(dtype)
 
-    live, row_steps = place.spread((layers.rows(finite, False), layers.rows(steps, 1)))
-    shown = {
-        name: Gradients(
-            grad=(zeroed := jnp.where(across(live[name], grad), grad, 0)),
-            moment=zeroed,
-            step=row_steps[name],
-            live=live[name],
-            sizes=place.spread(jnp.asarray(layout.batches[name].sizes, dtype)),
-        )
-        for name, grad in grads.items()
-    }
-    directions, blocks, failed = _step_blocks(method, settings, layers, place, count, shown, state)
-    results = scatter(place.replicate(directions), layout)
-    results_adam, mu, nu = _step_adam(adam_grads, finite, steps, layout, settings, state)
-    results |= results_adam
-    result = [
-        place.home(results[i].reshape(leaf.shape).astype(leaf.dtype), i)
-        for i, leaf in enumerate(leaves)
-    ]
-    return jax.tree.unflatten(structure, result), PreconditionedState(
-        count, skipped, state.failed + failed, mu, nu, place.spread(blocks)
+    live, row_steps = place.spread((layout.rows(finite, False), layout.rows(steps, 1)))
+    gradients = {}
+    for name, batch in layout.batches.items():
+        grad = jnp.where(across(live[name], grads[name]), grads[name], 0)
+        sizes = place.spread(jnp.asarray(batch.sizes, dtype))
+        gradients[name] = Gradients(grad, grad, row_steps[name], live[name], sizes)
+    directions, batches, failed = _step_blocks(method, settings, layout, gradients, state.blocks)
+    (results,) = scatter(place.replicate(directions))
+
+    mu, nu = jax.tree.leaves(state.mu), jax.tree.leaves(state.nu)
+    for row, (i, grad) in enumerate(adam_grads.items()):
+        step, fine = (x[layout.layers[i]].reshape(layout.leads[i]) for x in (steps, finite))
+        direction, mu[row], nu[row] = adam(grad, mu[row], nu[row], step, fine, settings)
+        results[i] = direction.astype(leaves[i].dtype)
+    results = [place.home(result, i) for i, result in enumerate(results)]
+    mu, nu = (jax.tree.unflatten(jax.tree.structure(state.mu), moments) for moments in (mu, nu))
+    return jax.tree.unflatten(structure, results), PreconditionedState(
+        count, skipped, state.failed + failed, mu, nu, place.spread(batches)
     )
 
 
 def _step_blocks(
     method: Method,
     settings: Settings,
-    layers: LayerIndex,
-    place: Placement,
-    count: jax.Array,
-    shown: dict[str, Gradients],
-    state: PreconditionedState,
+    layout: TreeLayout,
+    gradients: dict[str, Gradients],
+    before: dict[str, State],
 ) -> tuple[Arrays, dict[str, State], jax.Array]:
     """The directions of all batches, their state after this step, and how many refreshes failed."""
-    blocks, directions, failed = {}, {}, jnp.int32(0)
-    for name, gradients in shown.items():
-        shown[name], blocks[name] = _with_moment(method, gradients, state.blocks[name], settings)
-    moments = {name: gradients.moment for name, gradients in shown.items()}
-    for name, moment in method.prepare(moments, layers, place, settings).items():
-        shown[name] = shown[name]._replace(moment=moment)
-    for name, gradients in shown.items():
-        directions[name], blocks[name], failures = _batch_step(
-            method, settings, count, gradients, blocks[name], chunked=place.axis is None
+    states, directions, failed = {}, {}, jnp.int32(0)
+    for name, grads in gradients.items():
+        gradients[name], states[name] = _with_moment(method, grads, before[name], settings)
+    moments = {name: grads.moment for name, grads in gradients.items()}
+    for name, moment in method.prepare(moments, layout, settings).items():
+        gradients[name] = gradients[name]._replace(moment=moment)
+        directions[name], states[name], failures = _batch_step(
+            method, settings, gradients[name], states[name], chunked=layout.place.axis is None
         )
         failed += jnp.sum(failures, dtype=jnp.int32)
-    directions = method.finish(directions, layers, place, settings)
-    for name, gradients in shown.items():
-        directions[name], blocks[name] = _grafted(
-            directions[name], gradients, blocks[name], count, settings
-        )
-    return directions, blocks, failed
-
-
-def _step_adam(
-    grads: dict[int, jax.Array],
-    finite: jax.Array,
-    steps: jax.Array,
-    layout: TreeLayout,
-    settings: Settings,
-    state: PreconditionedState,
-) -> tuple[dict[int, jax.Array], Any, Any]:
-    """Adam's directions of the leaves that the method does not step, and their moments."""
-    directions, mu, nu = {}, [], []
-    moments = zip(jax.tree.leaves(state.mu), jax.tree.leaves(state.nu), strict=True)
-    for (number, grad), (old_mu, old_nu) in zip(grads.items(), moments, strict=True):
-        of_leaf, lead = layout.layers[number], layout.leads[number]
-        fine = across(finite[of_leaf].reshape(lead), grad)
-        direction, new_mu, new_nu = adam(
-            jnp.where(fine, grad, 0), old_mu, old_nu, steps[of_leaf].reshape(lead), settings
-        )
-        directions[number] = jnp.where(fine, direction, 0)
-        mu.append(jnp.where(fine, new_mu, old_mu))
-        nu.append(jnp.where(fine, new_nu, old_nu))
-    structures = jax.tree.structure(state.mu), jax.tree.structure(state.nu)
-    return (
-        directions,
-        jax.tree.unflatten(structures[0], mu),
-        jax.tree.unflatten(structures[1], nu),
-    )
+    for name, direction in method.finish(directions, layout, settings).items():
+        grads = gradients[name]
+        directions[name], states[name] = _grafted(direction, grads, states[name], settings)
+    return directions, states, failed
 
 
 def _finite_layers(
-    grads: Arrays,
-    adam_grads: dict[int, jax.Array],
-    layers: LayerIndex,
-    place: Placement,
-    squares: bool,
+    grads: Arrays, adam_grads: dict[int, jax.Array], layout: TreeLayout, squares: bool
 ) -> jax.Array:
-    """Which layers have a gradient that is finite, and where it is squared, has finite squares."""
+    """Whether the gradient, and its squares if the method uses them, are finite. [layers]"""
 
     def broken(x: jax.Array, lead: int = 1) -> jax.Array:
         axes = tuple(range(lead, x.ndim))
         size = jnp.sum(x * x, axis=axes) if squares else jnp.max(jnp.abs(x), axis=axes, initial=0)
         return (~jnp.isfinite(size)).astype(jnp.int32)
 
-    count = layers.total(place.replicate({name: broken(x) for name, x in grads.items()}))
+    replicate = layout.place.replicate
+    count = layout.reduced(replicate({name: broken(x) for name, x in grads.items()}), "add")
     for number, grad in adam_grads.items():
-        of_leaf = place.replicate(broken(grad, len(layers.layout.leads[number])))
-        count = count.at[layers.layout.layers[number]].set(of_leaf.reshape(-1))
+        of_leaf = replicate(broken(grad, len(layout.leads[number])))
+        count = count.at[layout.layers[number]].set(of_leaf.reshape(-1))
     return count == 0
 
 
 def _updated(state: State, changed: State, live: jax.Array) -> State:
-    """The state with what has changed of live blocks, in the dtype it is stored in."""
-    return (
-        state
-        | changed
-        | {
-            key: jnp.where(across(live, x), changed[key].astype(x.dtype), x)
-            for key, x in state.items()
-            if key in changed
-        }
-    )
+    """The state with the changes of live blocks, each in the dtype it is stored in."""
+    masked = {
+        key: jnp.where(across(live, x), changed[key].astype(x.dtype), x)
+        for key, x in state.items()
+        if key in changed
+    }
+    return state | changed | masked
 
 
 def _with_moment(
-    method: Method, shown: Gradients, state: State, settings: Settings
+    method: Method, grads: Gradients, state: State, settings: Settings
 ) -> tuple[Gradients, State]:
-    """Add the first moment as the method, or the grafted one, wants it."""
+    """Update the first moment and add it to the gradients."""
     if "momentum" not in state:
-        return shown, state
+        return grads, state
     beta, stored = _first_beta(method, settings), state["momentum"].dtype
-    mean = _updated(
-        {"momentum": state["momentum"].astype(shown.grad.dtype)},
-        {"momentum": mixed(state["momentum"], shown.grad, beta)},
-        shown.live,
-    )["momentum"]
-    # from the masked mean, so that one pass reads the old one; before it is rounded for storage
-    moment = first_moment(
-        mean,
-        shown.grad,
-        beta,
-        settings["nesterov"] and not method.heavy_ball,
-        shown.step if method.debias or settings["graft"] else None,
-    )
-    return shown._replace(moment=moment), state | {"momentum": mean.astype(stored)}
+    old = state["momentum"].astype(grads.grad.dtype)
+    mean = jnp.where(across(grads.live, old), mixed(old, grads.grad, beta), old)
+    # computed from the masked mean, so that one pass reads the old one, and before it is rounded
+    look_ahead = settings["nesterov"] and not method.heavy_ball
+    moment = mixed(mean, grads.grad, beta) if look_ahead else mean
+    # Nesterov weighs gradients as one step later: (1−β) + β(1−βᵗ) = 1 − βᵗ⁺¹
+    moment = debiased(moment, beta, grads.step + 1 if look_ahead else grads.step)
+    return grads._replace(moment=moment), state | {"momentum": mean.astype(stored)}
 
 
 def _batch_step(
-    method: Method,
-    settings: Settings,
-    count: jax.Array,
-    gradients: Gradients,
-    state: State,
-    chunked: bool,
+    method: Method, settings: Settings, gradients: Gradients, state: State, chunked: bool
 ) -> tuple[jax.Array, State, jax.Array]:
     """The directions of a batch, its new state, and which of its refreshes failed. [B]"""
     outside = {key: x for key, x in state.items() if key in ("momentum", "velocity", "graft")}
 
-    def work(shown: Gradients, before: State) -> tuple[tuple[jax.Array, jax.Array], State]:
+    def work(grads: Gradients, before: State) -> tuple[tuple[jax.Array, jax.Array], State]:
         # each change is masked where it is made: masked later, it would be computed twice
-        after = _updated(before, method.observe(shown, before, count, settings), shown.live)
-        after, failures = _refreshed(method, shown, after, count, settings)
-        direction, changed = method.direction(shown, after, count, settings)
-        after = _updated(after, changed, shown.live)
-        direction = jnp.where(across(shown.live, direction), direction, 0)
+        after = _updated(before, method.observe(grads, before, settings), grads.live)
+        after, failures = _refreshed(method, grads, after, settings)
+        direction, changed = method.direction(grads, after, settings)
+        after = _updated(after, changed, grads.live)
+        direction = jnp.where(across(grads.live, direction), direction, 0)
         return (direction, failures), {key: after[key] for key in before}
 
     inside = {key: x for key, x in state.items() if key not in outside}
-    (direction, failures), changed = (
-        _in_chunks(work, gradients, inside) if chunked else work(gradients, inside)
-    )
+    run = partial(_in_chunks, work) if chunked else work
+    (direction, failures), changed = run(gradients, inside)
     return direction, outside | changed, failures
 
 
@@ -421,7 +295,7 @@ def _in_chunks(
     """work(gradients, state), as many blocks at a time as the cache holds; the state in place."""
     rows = len(gradients.live)
     entries = max(x[0].size for x in jax.tree.leaves((gradients, state)))
-    size = chunk_rows(rows, entries)
+    size = blocks.chunk_rows(rows, entries)
     if size == rows:
         return work(gradients, state)
 
@@ -433,16 +307,14 @@ def _in_chunks(
         def part(x: jax.Array) -> jax.Array:
             return jax.lax.dynamic_slice_in_dim(x, start, size)
 
-        shown, before = jax.tree.map(part, gradients), jax.tree.map(part, carry[1])
-        outputs, after = work(shown._replace(live=shown.live & undone), before)
+        grads, before = jax.tree.map(part, gradients), jax.tree.map(part, carry[1])
+        outputs, after = work(grads._replace(live=grads.live & undone), before)
+        before_outputs = jax.tree.map(part, carry[0])
         outputs = jax.tree.map(
-            lambda new, x: jnp.where(across(undone, new), new, part(x)), outputs, carry[0]
+            lambda x, new: jnp.where(across(undone, new), new, x), before_outputs, outputs
         )
-        return jax.tree.map(
-            lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, start, 0),
-            carry,
-            (outputs, after),
-        )
+        write = partial(jax.lax.dynamic_update_slice_in_dim, start_index=start, axis=0)
+        return jax.tree.map(write, carry, (outputs, after))
 
     shapes, _ = jax.eval_shape(work, gradients, state)
     outputs = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
@@ -450,66 +322,51 @@ def _in_chunks(
 
 
 def _refreshed(
-    method: Method, shown: Gradients, state: State, count: jax.Array, settings: Settings
+    method: Method, grads: Gradients, state: State, settings: Settings
 ) -> tuple[State, jax.Array]:
     """The state with new operators, if they are due, and which of them could not be made. [B]"""
-    none = jnp.zeros(len(shown.grad), bool)
+    none = jnp.zeros(len(grads.grad), bool)
     operators = {key: x for key, x in state.items() if key.split(".")[0] in method.operator}
     if not operators:
         return state, none
 
     def renew() -> tuple[State, jax.Array]:
-        fresh = method.refresh(shown, state, count, settings)
-        if not method.fallible:
-            return _updated(operators, method.install(fresh, state), shown.live), none
-        finite = [jnp.isfinite(x).all(axis=tuple(range(1, x.ndim))) for x in fresh.values()]
-        fine = jnp.stack(finite).all(axis=0)
-        # a block whose operators are not finite keeps those it has
-        fresh = _updated({key: state[key] for key in fresh}, fresh, fine & shown.live)
-        return _updated(operators, method.install(fresh, state), shown.live), ~fine & shown.live
+        fresh, failures = method.refresh(grads, state, settings), none
+        if method.fallible:
+            finite = [jnp.isfinite(x).all(axis=tuple(range(1, x.ndim))) for x in fresh.values()]
+            failures = ~jnp.stack(finite).all(axis=0) & grads.live
+            # a block whose operators are not finite keeps those it has
+            fresh = _updated({key: state[key] for key in fresh}, fresh, ~failures & grads.live)
+        return _updated(operators, method.install(fresh, state), grads.live), failures
 
-    now = refresh_due(count, settings)
-    changed, failures = (
-        renew() if now is True else jax.lax.cond(now, renew, lambda: (operators, none))
-    )
+    now = refresh_due(settings)
+    if now is True:
+        changed, failures = renew()
+    else:
+        changed, failures = jax.lax.cond(now, renew, lambda: (operators, none))
     return state | changed, failures
 
 
 def _grafted(
-    direction: jax.Array, shown: Gradients, state: State, count: jax.Array, settings: Settings
+    direction: jax.Array, grads: Gradients, state: State, settings: Settings
 ) -> tuple[jax.Array, State]:
     """The direction at the step length of the grafted method, then with a heavy ball."""
+    simple = grads.moment  # of "sgd"
+    if "graft" in state:
+        beta, square = settings["betas"][1], jnp.square(grads.grad)
+        sums = settings["graft"] == "adagrad"
+        second = state["graft"] + square if sums else mixed(state["graft"], square, beta)
+        variance = debiased(second, beta, grads.step) if settings["graft"] == "adam" else second
+        simple = simple / (jnp.sqrt(variance) + settings["eps"])
+        state = _updated(state, {"graft": second}, grads.live)
     if settings["graft"]:
-        simple, second = graft_direction(
-            shown.grad, shown.moment, state.get("graft"), shown.step, settings
-        )
         # before the first refresh there is no operator, and the grafted method steps alone
         first = jnp.where(settings["warmup"] > 0, 1, first_refresh(settings))
-        direction = jnp.where(count < first, simple, graft(direction, simple))
-        if second is not None:
-            state = _updated(state, {"graft": second}, shown.live)
+        direction = jnp.where(settings["count"] < first, simple, graft(direction, simple))
     if "velocity" in state:
-        direction, velocity = heavy_ball(state["velocity"], direction, settings)
-        state = _updated(state, {"velocity": velocity}, shown.live)
-        direction = jnp.where(across(shown.live, direction), direction, 0)
+        rate = settings["momentum"]  # B ← μB + P; the step is B or, with Nesterov, P + μB
+        velocity = rate * state["velocity"] + direction
+        direction = direction + rate * velocity if settings["nesterov"] else velocity
+        state = _updated(state, {"velocity": velocity}, grads.live)
+        direction = jnp.where(across(grads.live, direction), direction, 0)
     return direction, state
-
-
-def first_refresh(settings: Settings) -> Any:
-    return settings["every"] if settings["start"] is None else settings["start"]
-
-
-def refresh_due(count: jax.Array, settings: Settings) -> jax.Array | bool:
-    """Whether operators are refreshed in this step.
-
-    In each of the first `warmup` steps; then, counted from there, at start, start·2, start·4, …
-    below `every`, and at every multiple of it.
-    """
-    start, every, warmup = first_refresh(settings), settings["every"], settings["warmup"]
-    if isinstance(start, int) and isinstance(every, int) and start == every == 1:
-        return True
-    step = count - warmup
-    times = step // start
-    doubled = (step % start == 0) & (times & (times - 1) == 0)
-    later = jnp.where(step < every, doubled, step % every == 0)
-    return jnp.where(step <= start, step == start, later) | (step <= 0)

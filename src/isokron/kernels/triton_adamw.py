@@ -40,7 +40,6 @@ def adamw_(
     eps: float,
     amsgrad: bool = False,
     maximize: bool = False,
-    seed: int | None = None,
 ) -> None:
     """One AdamW step in place, in one launch, or two if some tensors are not 16-byte aligned.
 
@@ -48,8 +47,6 @@ def adamw_(
         params, grads: float32 or bfloat16, one dtype per list, contiguous.
         exp_avgs, exp_avg_sqs, max_exp_avg_sqs: float32, contiguous; the last only with amsgrad.
         step: number of this step, from 1.
-        seed: round bfloat16 parameters stochastically, as a function of the seed, the step and the
-            position of an element in the list. Default: round to nearest even.
     """
     lists = [params, grads, exp_avgs, exp_avg_sqs] + [max_exp_avg_sqs] * amsgrad
     if reason := rejection(lists):
@@ -60,6 +57,10 @@ def adamw_(
     device = params[0].device
     addresses = tuple(tuple(map(Tensor.data_ptr, tensors)) for tensors in lists)
     rate, decay = np.float32(lr), np.float32(weight_decay)
+    numbers = (float(lr), float(rate * decay), float(beta1), float(beta2), float(eps))
+    flags = {"DECAY": bool(decay), "AMSGRAD": amsgrad, "MAXIMIZE": maximize}
+    flags |= {"PARAM_BFLOAT16": params[0].dtype is torch.bfloat16}
+    flags |= {"GRAD_BFLOAT16": grads[0].dtype is torch.bfloat16}
     with torch.cuda.device_of(params[0]):
         stream = torch.cuda.current_stream().cuda_stream if device.type == "cuda" else 0
         table, groups = _address_table(device, stream, addresses)
@@ -67,29 +68,9 @@ def adamw_(
             chunks = _chunk_table(device, sizes, rows)
             if not chunks.size(1):
                 continue
-            _adamw_kernel[(chunks.size(1),)](
-                table,
-                table.size(1),
-                chunks,
-                chunks.size(1),
-                _powers(device, stream, beta1, beta2, step),
-                float(lr),
-                float(rate * decay),
-                float(beta1),
-                float(beta2),
-                float(eps),
-                int(step),
-                0 if seed is None else seed,
-                BLOCK=BLOCK,
-                ALIGNED=aligned,
-                DECAY=bool(decay),
-                AMSGRAD=amsgrad,
-                MAXIMIZE=maximize,
-                PARAM_BFLOAT16=params[0].dtype is torch.bfloat16,
-                GRAD_BFLOAT16=grads[0].dtype is torch.bfloat16,
-                STOCHASTIC=seed is not None,
-                **OPTIONS,
-            )
+            tables = (table, table.size(1), chunks, chunks.size(1))
+            powers, grid = _powers(device, stream, beta1, beta2, step), (chunks.size(1),)
+            _adamw_kernel[grid](*tables, powers, *numbers, BLOCK, aligned, **flags, **OPTIONS)
 
 
 def rejection(lists: Sequence[Sequence[Tensor]]) -> str | None:
@@ -143,20 +124,16 @@ def _address_table(
 
 @lru_cache(maxsize=32)
 def _chunk_table(device: torch.device, sizes: tuple[int, ...], rows: tuple[int, ...]) -> Tensor:
-    """Work of each program: tensor, first element, remaining elements, position. [4, chunks]
-
-    The position counts the chunks of the full list, so that random bits do not depend on `rows`.
-    """
+    """Work of each program: tensor, first element, remaining elements. [3, chunks]"""
     size = torch.tensor(sizes)
     chunks = (size + BLOCK - 1) // BLOCK
     tensor = torch.arange(len(sizes)).repeat_interleave(chunks)
-    position = torch.arange(len(tensor))
-    offset = (position - (chunks.cumsum(0) - chunks)[tensor]) * BLOCK
-    work = torch.stack([tensor, offset, size[tensor] - offset, position])
+    offset = (torch.arange(len(tensor)) - (chunks.cumsum(0) - chunks)[tensor]) * BLOCK
+    work = torch.stack([tensor, offset, size[tensor] - offset])
     return work[:, torch.isin(tensor, torch.tensor(rows))].contiguous().to(device)
 
 
-@triton.jit(do_not_specialize=["tensors", "chunks", "step", "seed"])
+@triton.jit(do_not_specialize=["tensors", "chunks"])
 def _adamw_kernel(
     table: tl.tensor,
     tensors: tl.tensor,
@@ -168,8 +145,6 @@ def _adamw_kernel(
     beta1: tl.tensor,
     beta2: tl.tensor,
     eps: tl.tensor,
-    step: tl.tensor,
-    seed: tl.tensor,
     BLOCK: tl.constexpr,
     ALIGNED: tl.constexpr,
     DECAY: tl.constexpr,
@@ -177,7 +152,6 @@ def _adamw_kernel(
     MAXIMIZE: tl.constexpr,
     PARAM_BFLOAT16: tl.constexpr,
     GRAD_BFLOAT16: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
 ) -> None:
     chunk = tl.program_id(0)
     tensor = tl.load(work + chunk)
@@ -217,11 +191,7 @@ def _adamw_kernel(
                 tl.store(max_exp_avg_sq, v, mask)
             p = p - tl.div_rn(m * scale, tl.div_rn(tl.sqrt_rn(v), root) + eps)
             if PARAM_BFLOAT16:
-                if STOCHASTIC:
-                    position = tl.load(work + 3 * chunks + chunk).to(tl.uint32)
-                    p = _to_bfloat16(p, _noise(seed, step, position, BLOCK))
-                else:
-                    p = _to_bfloat16(p, 0x7FFF + ((p.to(tl.uint32, bitcast=True) >> 16) & 1))
+                p = _to_bfloat16(p)
             tl.store(param, p, mask)
 
 
@@ -249,17 +219,8 @@ def _to_float32(x: tl.tensor, BFLOAT16: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _to_bfloat16(x: tl.tensor, noise: tl.tensor) -> tl.tensor:
-    """The bfloat16 bits of float32 `x`, rounded up if `noise` carries into the upper half."""
+def _to_bfloat16(x: tl.tensor) -> tl.tensor:
+    """The bfloat16 bits of float32 `x`, rounded to nearest even."""
     # by integers, because the interpreter's conversion to bfloat16 rounds incorrectly
     bits = x.to(tl.uint32, bitcast=True)
-    return tl.where(x == x, (bits + noise) >> 16, 0x7FC0).to(tl.uint16)
-
-
-@triton.jit
-def _noise(seed: tl.tensor, step: tl.tensor, position: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
-    """16 random bits per element from Philox, keyed by step and position."""
-    counter = position * (BLOCK // 4) + tl.arange(0, BLOCK // 4).to(tl.uint32)
-    zero = counter * 0
-    a, b, c, d = tl.philox(seed, counter, zero + step.to(tl.uint32), zero, zero)
-    return tl.interleave(tl.interleave(a, c), tl.interleave(b, d)) & 0xFFFF
+    return tl.where(x == x, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FC0).to(tl.uint16)

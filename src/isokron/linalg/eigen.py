@@ -2,6 +2,7 @@
 
 import logging
 from collections import Counter
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -131,23 +132,17 @@ def _retry(batch: Tensor, retries: Counter[str]) -> tuple[Tensor, Tensor]:
     attempts = [] if len(batch) == 1 else [("one at a time", batch.dtype, 0.0)]
     attempts += [] if batch.dtype is torch.float64 else [("in float64", torch.float64, 0.0)]
     attempts += [(f"in float64 with jitter {j:g}", torch.float64, j) for j in JITTERS]
-    pending = list(range(len(batch)))
-    for name, dtype, jitter in attempts:
-        logger.warning("eigh failed: retrying %d of %d matrices %s", len(pending), len(batch), name)
-        failed = []
-        for i in pending:
-            wide = batch[i].to(dtype)
+    eye = torch.eye(batch.size(-1), dtype=torch.float64, device=batch.device)
+    for i, matrix in enumerate(batch):
+        outcome = "failed every retry"
+        for name, dtype, jitter in attempts:
             # eig(A + δI) − δ = eig(A), so that jitter changes only the rounding errors
-            delta = jitter * wide.diagonal().abs().mean()
-            eye = torch.eye(len(wide), dtype=dtype, device=wide.device)
-            try:
-                shifted, vectors[i] = _checked_eigh(wide + delta * eye)
+            delta = jitter * matrix.to(dtype).diagonal().abs().mean()
+            with suppress(LinAlgError):
+                shifted, vectors[i] = _checked_eigh(matrix.to(dtype) + delta * eye.to(dtype))
                 values[i] = shifted - delta
                 retries[name] += 1
-            except LinAlgError:
-                failed.append(i)
-        pending = failed
-        if not pending:
-            return values, vectors
-    logger.warning("eigh failed: giving up on %d of %d matrices", len(pending), len(batch))
+                outcome = f"decomposed {name}"
+                break
+        logger.warning("eigh failed: matrix %d of %d %s", i + 1, len(batch), outcome)
     return values, vectors

@@ -94,38 +94,18 @@ def mirror_(cov: Tensor) -> Tensor:
 
 
 def halved(matrix: Tensor) -> Tensor:
-    """Pack the lower triangle, for communication. [B, d, d] → [B, d(d+1)/2]"""
-    size = matrix.size(-1)
-    h = size // 2
-    half = matrix.new_zeros(len(matrix), size * (size + 1) // 2)
-    corners, below = _packed_views(half, size)
-    corners[:, :, : size - h] = matrix[:, h:, h:].tril()
-    corners[:, :h, 1:] += matrix[:, :h, :h].tril().mT
-    below.copy_(matrix[:, h:, :h])
-    return half
+    """Pack column panels from the diagonal down, for communication. [B, d, d] → [B, about d²/2]"""
+    panels = _panels(matrix.size(-1), least=1)
+    return torch.cat([matrix[:, panel.start :, panel].flatten(1) for panel in panels], 1)
 
 
 def unhalve_(matrix: Tensor, half: Tensor) -> Tensor:
     """Unpack `half` into the lower triangle; entries above the diagonal are undefined."""
-    size = matrix.size(-1)
-    h = size // 2
-    corners, below = _packed_views(half, size)
-    matrix[:, h:, h:] = corners[:, :, : size - h].tril()
-    matrix[:, :h, :h] = corners[:, :h, 1:].triu().mT
-    matrix[:, h:, :h] = below
+    views = [matrix[:, panel.start :, panel] for panel in _panels(matrix.size(-1), least=1)]
+    parts = half.split([view[0].numel() for view in views], 1)
+    for view, part in zip(views, parts, strict=True):
+        view.copy_(part.view_as(view))
     return matrix
-
-
-def _packed_views(half: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Two rectangles that hold the triangle of A = [A₁ ·; A₂ A₃], cut at h = d//2.
-
-    [d−h, h+1]: the triangle of A₃ beside the transposed triangle of A₁. [d−h, h]: A₂. Copying
-    rectangles is many times faster than gathering d(d+1)/2 entries by index.
-    """
-    h = size // 2
-    cut = (size - h) * (h + 1)
-    corners = half[:, :cut].view(len(half), size - h, h + 1)
-    return corners, half[:, cut:].view(len(half), size - h, h)
 
 
 def _multiply_lower_(
@@ -150,8 +130,8 @@ def _copy_below_to_right_(matrix: Tensor) -> None:
         matrix[:, panel, below] = matrix[:, below, panel].mT
 
 
-def _panels(size: int) -> Iterator[slice]:
-    """Column ranges; a single one for a matrix too small to be cut."""
-    width = max(MIN_PANEL, -(-size // MAX_PANELS)) if size >= 3 * MIN_PANEL else max(size, 1)
+def _panels(size: int, least: int = MIN_PANEL) -> Iterator[slice]:
+    """Column ranges of at least `least`; a single one for a matrix too small to be cut."""
+    width = max(least, -(-size // MAX_PANELS)) if size >= 3 * least else max(size, 1)
     for start in range(0, size, width):
         yield slice(start, min(start + width, size))

@@ -4,7 +4,6 @@ from isokron.operators.factors import (
     CholeskyInverse,
     Dense,
     Diagonal,
-    Eigen,
     Identity,
 )
 from isokron.operators.kron import Factor, Kron, KronEigen, ScaledKron
@@ -22,7 +21,6 @@ __all__ = [
     "CholeskyInverse",
     "Dense",
     "Diagonal",
-    "Eigen",
     "Factor",
     "Identity",
     "Kron",

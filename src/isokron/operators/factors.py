@@ -66,18 +66,3 @@ class CholeskyInverse:
 
     def to_dense(self, n: int | None = None) -> Tensor:
         return torch.cholesky_inverse(self.lower)
-
-
-@dataclass(frozen=True, eq=False)
-class Eigen:
-    """Q diag(values) Qᵀ with orthogonal Q. values: [..., n], basis Q: [..., n, n]"""
-
-    values: Tensor
-    basis: Tensor
-
-    def apply(self, x: Tensor, dim: int) -> Tensor:
-        rotated = multiply(x, self.basis.mT, dim)
-        return multiply(rotated * along(self.values, x, dim), self.basis, dim)
-
-    def to_dense(self, n: int | None = None) -> Tensor:
-        return (self.basis * self.values.unsqueeze(-2)) @ self.basis.mT

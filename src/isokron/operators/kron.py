@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from isokron.linalg import multiply
-from isokron.operators.factors import CholeskyInverse, Dense, Diagonal, Eigen, Identity
+from isokron.operators.factors import CholeskyInverse, Dense, Diagonal, Identity
 from isokron.operators.low_rank import LowRank
 
-Factor = Identity | Diagonal | Dense | CholeskyInverse | Eigen | LowRank
+Factor = Identity | Diagonal | Dense | CholeskyInverse | LowRank
 
 
 @dataclass(frozen=True, eq=False)

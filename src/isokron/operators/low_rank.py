@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from isokron.linalg import along, eigh, factorize, multiply
 
@@ -93,43 +92,28 @@ class LowRank:
         return LowRank(damped.reciprocal(), self._map_rows(scaled, upper.size(-1)), -self.sign)
 
     def _inverse_by_eigenvalues(self, damping: float) -> "LowRank":
-        """I/b ∓ Q |w| Qᵀ, w = 1/(b ± s) − 1/b, b = d + λ, from UᵀU = B s Bᵀ, Q = U B s^(−½)."""
+        """I/b ∓ U B diag(1/(b(b ± s))) BᵀUᵀ with b = d + λ, from UᵀU = B diag(s) Bᵀ."""
         base = self.diagonal.double().clamp(min=0) + damping
         _check_positive(base)
-        squares, basis = self._spectrum()
-        change = self.sign * squares
+        squares, basis = eigh(gram(self.columns, base.device))
+        outputs = self.columns.size(-2)
+        # ascending, and at most n of them are not zero
+        squares, basis = squares[..., -outputs:].clamp(min=0), basis[..., -outputs:]
+        changed = base + self.sign * squares
         rounding = max(self.columns.size(-1) * EPS, torch.finfo(self.columns.dtype).eps)
-        if (base + change <= rounding * base).any():
+        if not (changed > rounding * base).all():
             raise ValueError(
                 f"LowRank is singular: diagonal + damping {base.min().item():.3g} must be above "
                 f"the eigenvalues of UUᵀ, at most {squares.max().item():.3g}; give more damping"
             )
-        # 1/(b + c) − 1/b would cancel for small c
-        near = base**-1.0 * torch.expm1(-torch.log1p(change / base))
-        far = (base + change).clamp(min=0) ** -1.0 - base**-1.0
-        weights = torch.where(change.abs() < base, near, far).abs()
-        mix = basis * torch.where(squares > 0, (weights / squares).sqrt(), 0.0).unsqueeze(-2)
+        mix = basis * (base * changed).rsqrt().unsqueeze(-2)
         columns = self._map_rows(lambda piece, _: piece @ mix, squares.size(-1))
-        return LowRank(base**-1.0, columns, -self.sign)
+        return LowRank(base.reciprocal(), columns, -self.sign)
 
     def to_dense(self, n: int | None = None) -> Tensor:
         columns = self.columns.to(self.diagonal.device, wide(self.columns.dtype))
         diagonal = self.diagonal.to(columns.dtype).expand(columns.shape[:-1])
         return torch.diag_embed(diagonal) + self.sign * (columns @ columns.mT)
-
-    def _spectrum(self) -> tuple[Tensor, Tensor]:
-        """s [..., k] and B [..., T, k] with UᵀU = B s Bᵀ; eigenvalues at rounding level are 0."""
-        n, terms = self.columns.shape[-2:]
-        squares, basis = eigh(gram(self.columns, self.diagonal.device))
-        if squares.isnan().any():
-            raise LinAlgError(f"LowRank: no eigenvalues found for UᵀU of {terms} columns")
-        squares, basis = squares[..., -n:], basis[..., -n:]  # ascending, at most n are not zero
-        if squares.numel():
-            noise = terms * EPS * squares.amax(-1, keepdim=True)
-            squares = torch.where(squares > noise, squares, 0.0)
-            nonzero = (squares > 0).reshape(-1, squares.size(-1)).any(0)
-            squares, basis = squares[..., nonzero], basis[..., nonzero]
-        return squares, basis
 
     def _map_rows(self, function: Callable[[Tensor, int], Tensor], width: int) -> Tensor:
         """New columns: function(rows of U in float64, index of the first), stored where U is."""
@@ -216,6 +200,8 @@ def store(matrix: Tensor, dtype: torch.dtype | None = None, storage: str = "auto
     dtype = matrix.dtype if dtype is None else dtype
     if dtype not in DTYPES:
         raise ValueError(f"store_dtype must be one of {DTYPES}, got {dtype}")
+    if matrix.is_meta:  # a plan from shapes has no entries to check or to move
+        return matrix.to(dtype)
     norm = torch.linalg.vector_norm(matrix, dtype=torch.float64)
     if not norm.isfinite():
         raise ValueError(f"columns must be finite, their norm is {norm.item()}")

@@ -1,4 +1,4 @@
-"""Whether gradients can be stepped on, asked before anything changes."""
+"""Checks of gradients before a step changes anything: types, NaN, infinity and overflow."""
 
 from collections.abc import Mapping, Sequence
 from math import isfinite
@@ -13,22 +13,22 @@ from isokron.optim.settings import param_name
 
 
 def gradient_sums(groups: Sequence[Mapping[str, Any]], squares: bool) -> list[Tensor]:
-    """Sums of all gradients that are to be finite: no NaN or infinity leaves its sum finite.
+    """Sums over each gradient that has to be finite: NaN and infinity make a sum non-finite.
 
-    Sums read memory at its full speed. `squares`: sums of squares, which bound every entry of every
-    Gram matrix: gradients that overflow when squared are as bad as infinite ones.
+    `squares`: sums of squares, because a gradient that overflows when squared breaks statistics.
     """
-    asking = [group for group in groups if group["nonfinite"] != "ignore"]
+    checked = [group for group in groups if group["nonfinite"] != "ignore"]
+    # small gradients of one shape are stacked, because launches and syncs take most of the time
     equal: dict[tuple[Any, ...], list[Tensor]] = {}
-    for grad in (p.grad for group in asking for p in group["params"]):
+    for grad in (p.grad for group in checked for p in group["params"]):
         if grad is not None:
             part = grad if type(grad) is Tensor else local(grad)
             equal.setdefault((part.shape, part.dtype, part.device), []).append(part)
-    asked: list[Tensor] = []
+    tensors: list[Tensor] = []
     for grads in equal.values():
         together = len(grads) > 1 and grads[0].numel() <= SMALL
-        asked += [torch.stack(grads)] if together else grads
-    return [_sum_of_squares(grad) if squares else grad.sum(dtype=_wide(grad)) for grad in asked]
+        tensors += [torch.stack(grads)] if together else grads
+    return [_sum_of_squares(x) if squares else x.sum(dtype=wide_dtype(x)) for x in tensors]
 
 
 def check_sums(
@@ -37,10 +37,10 @@ def check_sums(
     squares: bool,
     sums: Sequence[Sequence[float]],
 ) -> str | None:
-    """Raise, or say why to skip the step, where `gradient_sums` are not finite; None: step."""
+    """Raise, or return why to skip the step, if `gradient_sums` are not finite; None: step."""
     if all(isfinite(value) for values in sums for value in values):
         return None
-    # a sum of huge finite numbers may overflow too, so now the gradients themselves are asked
+    # the sum of finite numbers may overflow too, so check the gradients themselves
     for mode in ("raise", "skip"):
         wrong = _what_is_wrong([group for group in groups if group["nonfinite"] == mode], squares)
         if wrong and mode == "raise":
@@ -56,41 +56,36 @@ def check_sums(
 def check_types(optimizer: str, groups: Sequence[Mapping[str, Any]]) -> None:
     """Refuse sparse and complex gradients."""
     for group in groups:
-        _check_group_types(optimizer, group)
-
-
-def _check_group_types(optimizer: str, group: Mapping[str, Any]) -> None:
-    # first all at once: over many small tensors this is much of AdamW's time
-    grads = [grad for param in group["params"] if (grad := param.grad) is not None]
-    dtypes = {grad.dtype for grad in grads}
-    if {grad.layout for grad in grads} <= {torch.strided} and not any(d.is_complex for d in dtypes):
-        return
-    for i, param in enumerate(group["params"]):
-        grad = param.grad
-        if grad is not None and (grad.layout is not torch.strided or grad.is_complex()):
-            kind = "complex" if grad.is_complex() else "sparse"
-            remedy = (
-                "take the gradient of a real loss of real parameters"
-                if kind == "complex"
-                else "make the layer with sparse=False or call .to_dense() on the gradient"
-            )
+        # first all at once: over many small tensors this is much of AdamW's time
+        grads = [grad for param in group["params"] if (grad := param.grad) is not None]
+        strided = {grad.layout for grad in grads} <= {torch.strided}
+        if strided and not any(dtype.is_complex for dtype in {grad.dtype for grad in grads}):
+            continue
+        for i, param in enumerate(group["params"]):
+            grad = param.grad
+            if grad is None or (grad.layout is torch.strided and not grad.is_complex()):
+                continue
+            kind, remedy = "sparse", "make the layer with sparse=False or call .to_dense() on it"
+            if grad.is_complex():
+                kind, remedy = "complex", "take the gradient of a real loss of real parameters"
             raise RuntimeError(
                 f"{optimizer} does not support {kind} gradients, got one for parameter "
                 f"{param_name(group, i)}; {remedy}"
             )
 
 
+def wide_dtype(tensor: Tensor) -> torch.dtype:
+    """At least float32, in which sums of half precision neither overflow nor lose their digits."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
 def _sum_of_squares(grad: Tensor) -> Tensor:
-    flat = grad.reshape(-1).to(_wide(grad))
+    flat = grad.reshape(-1).to(wide_dtype(grad))
     return torch.dot(flat, flat)
 
 
-def _wide(grad: Tensor) -> torch.dtype:
-    return torch.promote_types(grad.dtype, torch.float32)
-
-
 def _what_is_wrong(groups: Sequence[Mapping[str, Any]], squares: bool) -> str:
-    """What is wrong with the gradients, by name; asked only where a sum was not finite."""
+    """Which gradients are not finite or too large, by name."""
     nonfinite, huge = [], []
     for group in groups:
         for i, param in enumerate(group["params"]):
@@ -101,9 +96,9 @@ def _what_is_wrong(groups: Sequence[Mapping[str, Any]], squares: bool) -> str:
                 nonfinite.append(param_name(group, i))
             elif squares and not bool(_sum_of_squares(grad).isfinite()):
                 huge.append(param_name(group, i))
-    found = []
+    texts = []
     if nonfinite:
-        found.append(f"non-finite gradient of parameter {', '.join(nonfinite)}")
+        texts.append(f"non-finite gradient of parameter {', '.join(nonfinite)}")
     if huge:
-        found.append(f"gradient too large to be squared, of parameter {', '.join(huge)}")
-    return "; ".join(found)
+        texts.append(f"gradient too large to be squared, of parameter {', '.join(huge)}")
+    return "; ".join(texts)

@@ -1,4 +1,4 @@
-"""Which parameters of a group are in which batch of blocks, and which go to AdamW."""
+"""Layout of a parameter group: batches of equal blocks, and lists of parameters for AdamW."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -157,12 +157,13 @@ def build_layout(
     for param in group["params"]:
         if param.numel() == 0:
             continue
+        # frozen parameters take no memory until they are trained
         if not param.requires_grad and param.grad is None and not has_state(param):
             idle.append(param)
             continue
         kind: Kind = (param.dtype, param.device)
         place = agreement.place(param)
-        if place is not None:
+        if place is not None:  # blocks that other ranks share have batches of their own
             places[param] = place
             kind = (*kind, place.ranks, place.dim is None)
         if not takes(param, group):
@@ -191,7 +192,7 @@ def build_layout(
         loads,
     )
     if group["refresh"] == "staggered":
-        # of all blocks, whoever owns them, so that ranks step as one process does
+        # phases of all blocks, also of other ranks' ones, so that ranks step as one process does
         blocks = [row for equal in rows.values() for row in equal]
         shifts = staggered_shifts([row.block.shape for row in blocks], group)
         by_block = {(r.param, r.number): shift for r, shift in zip(blocks, shifts, strict=True)}
@@ -229,6 +230,7 @@ def waves_of(
         dtype = state_dtype(rows[kind][0].param, group)
         return max(prod(kind[0]), int(factors)) * dtype.itemsize
 
+    # chunks bound the memory of temporary tensors, which have the size of a wave
     if not by_layer:
         for kind, equal in rows.items():
             count = max(1, group["workspace"] // size(kind))
@@ -286,7 +288,7 @@ def _owners(
 ) -> dict[tuple[Tensor, int], int]:
     """The owner of every block of a shared parameter; `loads` grow in place.
 
-    Blocks that have had an owner keep it, since it has their state.
+    Blocks that have an owner keep it, because it holds their state.
     """
     order = {param: i for i, param in enumerate(places)}
     shared = [row for equal in rows.values() for row in equal if row.param in places]
@@ -308,6 +310,7 @@ def _owners(
                         "on several; set split before the first step, or load a checkpoint into an "
                         "optimizer that is made with it"
                     )
+        # new blocks, the costliest first, go to the rank with the least work
         new = [i for i, key in enumerate(keys) if key not in assigned]
         new_keys = [keys[i] for i in new]
         new_owners = assign([costs[i] for i in new], new_keys, load)

@@ -1,4 +1,4 @@
-"""What NaturalGradient refuses: settings, parameters, gradients and ranks that differ."""
+"""Checks of NaturalGradient: settings, layers, gradients, and agreement of ranks."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,8 @@ from isokron.curvature.layers import MAX_SIDE, Layer, find_layers
 from isokron.curvature.statistics import Sums
 from isokron.distributed import Ranks, is_sharded
 from isokron.linalg import on_host
-from isokron.operators.low_rank import DTYPES, STORAGES
+from isokron.operators.low_rank import STORAGES
+from isokron.optim.gradient_checks import check_sums, check_types, gradient_sums, wide_dtype
 from isokron.optim.settings import check_number, param_name
 
 CHOICES = {
@@ -21,7 +22,6 @@ CHOICES = {
     "reduction": ("mean", "sum", "global_mean"),
     "nonfinite": ("raise", "skip", "ignore"),
     "store": STORAGES,
-    "store_dtype": (None, *DTYPES),
 }
 UNEQUAL = 1e-4  # by how much norms of equal gradients may differ, on unlike machines
 Groups = Sequence[Mapping[str, Any]]
@@ -48,9 +48,6 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     need(0 <= arguments["factor_beta"] <= 1, "factor_beta", "at least 0 and at most 1")
     condition = arguments["max_condition"]
     need(condition is None or condition >= 1, "max_condition", "None or at least 1")
-    split = arguments["split_damping"] and arguments["method"] == "ekfac"
-    rule = "False for method='ekfac', whose eigenvalues are not products of two sides"
-    need(not split, "split_damping", rule)
 
 
 def check_not_sharded(group: Mapping[str, Any]) -> None:
@@ -77,6 +74,7 @@ def choose_layers(model: nn.Module, patterns: list[str] | None, head: str) -> li
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(param, set()).add(name)
     tied = {name for same in names.values() if len(same) > 1 for name in same}
+    # the Fisher of a tied weight is not that of either layer
     layers = [layer for layer in layers if not tied & set(layer.layout.params.values())]
     if not layers:
         raise ValueError(
@@ -89,34 +87,29 @@ def choose_layers(model: nn.Module, patterns: list[str] | None, head: str) -> li
 
 
 def find_problem(groups: Groups, observed: Mapping[str, Sums]) -> str | None:
-    """Why to skip a step, or None; raises unless nonfinite is "skip". One wait for a device."""
-    checked: dict[str, list[Tensor]] = {}
-    for group in groups:
-        for i, param in enumerate(group["params"]):
-            if param.grad is None:
-                continue
-            if param.grad.layout is not torch.strided or param.grad.is_complex():
-                raise RuntimeError(
-                    "NaturalGradient does not support sparse or complex gradients, got one for "
-                    f"parameter {param_name(group, i)}; make the layer with sparse=False"
-                )
-            checked[f"non-finite gradient of parameter {param_name(group, i)}"] = [param.grad]
-    for name, sums in observed.items():
-        what = f"inputs or gradients of outputs of layer {name!r} are not finite"
-        checked[what] = [value for value in sums.tensors() if value.ndim]
-    if groups[0]["nonfinite"] == "ignore":
+    """Why to skip a step, or None; raises unless nonfinite is "skip". One device sync."""
+    check_types("NaturalGradient", groups)
+    mode = groups[0]["nonfinite"]
+    if mode == "ignore":
         return None
-    # no NaN or infinity leaves a sum finite
-    totals = iter(on_host([x.sum(dtype=_wide(x)) for tensors in checked.values() for x in tensors]))
-    for what, tensors in checked.items():
-        total = sum(next(totals)[0] for _ in tensors)
-        # finite numbers may have a sum that is not
-        if math.isfinite(total) or all(bool(x.isfinite().all()) for x in tensors):
+    groups = [{**group, "nonfinite": mode} for group in groups]
+    layers = {name: [x for x in sums.tensors() if x.ndim] for name, sums in observed.items()}
+    tensors = [x for values in layers.values() for x in values]
+    # NaN and infinity make a sum non-finite, and one sync reads all sums
+    grad_sums = gradient_sums(groups, squares=False)
+    totals = on_host([*grad_sums, *(x.sum(dtype=wide_dtype(x)) for x in tensors)])
+    if problem := check_sums("NaturalGradient", groups, False, totals[: len(grad_sums)]):
+        return problem
+    if all(math.isfinite(total) for (total,) in totals[len(grad_sums) :]):
+        return None
+    for name, values in layers.items():
+        if all(bool(x.isfinite().all()) for x in values):  # only their sum has overflowed
             continue
-        if groups[0]["nonfinite"] == "skip":
-            return what
+        problem = f"inputs or gradients of outputs of layer {name!r} are not finite"
+        if mode == "skip":
+            return problem
         raise FloatingPointError(
-            f"NaturalGradient: {what}; nothing was changed. Look for what overflows, or pass "
+            f"NaturalGradient: {problem}; nothing was changed. Look for what overflows, or pass "
             'nonfinite="skip"'
         )
     return None
@@ -153,14 +146,15 @@ def compare_ranks(
     }
     ranks.agree("NaturalGradient: what ranks step with", facts)
     grads = [p.grad for group in groups for p in group["params"] if p.grad is not None]
-    norms = [torch.linalg.vector_norm(grad, dtype=_wide(grad)) for grad in grads]
+    norms = [torch.linalg.vector_norm(grad, dtype=wide_dtype(grad)) for grad in grads]
     norm = math.hypot(*(value for (value,) in on_host(norms)))
     numbers = [float(skip is not None), norm, *observed.values()]
+    # DDP gives all ranks the same gradients; equal norms show that somebody has averaged them
     sent = torch.tensor(numbers, dtype=torch.float64, device=ranks.device)
     everyone = ranks.all_gather(sent).tolist()
     for rank, (skips, length, *_) in enumerate(everyone):
         if skips:
-            return skip or f"rank {rank} leaves it out", []
+            return skip or f"rank {rank} skips it", []
         if abs(length - norm) > UNEQUAL * max(length, norm):
             raise RuntimeError(
                 f"NaturalGradient: gradients must be the same on all ranks, but their norm is "
@@ -168,7 +162,3 @@ def compare_ranks(
                 "in DistributedDataParallel, or all-reduce gradients before step()"
             )
     return None, [counts for _, _, *counts in everyone]
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)

@@ -1,7 +1,6 @@
 """NaturalGradient: steps along the inverse of a Kronecker-factored Fisher of every layer."""
 
 import logging
-import operator
 import sys
 import warnings
 import weakref
@@ -22,6 +21,7 @@ from isokron.distributed import TIMEOUT, Ranks, process_count, ranks_of
 from isokron.distributed.rank_tasks import together
 from isokron.linalg import sent
 from isokron.optim.adamw import AdamW
+from isokron.optim.gradient_checks import wide_dtype
 from isokron.optim.natural_checks import (
     check_arguments,
     check_not_sharded,
@@ -35,9 +35,8 @@ logger = logging.getLogger(__name__)
 
 # arguments that are settings of the parameter group, and so in checkpoints
 SETTINGS = (
-    *("lr", "method", "damping", "split_damping", "max_condition", "every", "statistics_every"),
-    *("momentum", "weight_decay", "kl_clip", "factor_beta", "reduction", "adapt_damping"),
-    *("maximize", "nonfinite"),
+    *("lr", "method", "damping", "max_condition", "every", "statistics_every", "momentum"),
+    *("weight_decay", "kl_clip", "factor_beta", "reduction", "nonfinite"),
 )
 LEAST_DAMPING, MOST_DAMPING = 1e-10, 1e4  # between which it is adapted
 Observed = dict[str, tuple[Sums, float]]  # by layer, with the number of loss terms
@@ -46,8 +45,7 @@ Observed = dict[str, tuple[Sums, float]]  # by layer, with the number of loss te
 class NaturalGradient(torch.optim.Optimizer):
     """W ← W − lr·ν·V, V = (F + λI)⁻¹M̂, F ≈ G ⊗ A layer by layer, M̂ the mean of gradients.
 
-    It takes the model, since A and G are made of what layers see in passes that are made anyway.
-    See docs/natural.md.
+    It takes the model, because A and G are computed by hooks on its layers; see docs/natural.md.
 
     Args:
         model: all of its parameters are stepped, those without a layer named here by AdamW.
@@ -55,20 +53,18 @@ class NaturalGradient(torch.optim.Optimizer):
         fisher: gradients of the data's labels ("empirical"), of labels drawn from the model
             ("sampled") or of all labels ("exact"); the last two need `observe(outputs)`.
         loss: whose distribution `observe` draws from; CrossEntropy() by default.
-        damping: λ. `split_damping`: (G + √λ/π I) ⊗ (A + π√λ I) in place of G ⊗ A + λI.
+        damping: λ of G ⊗ A + λI; see also `update_damping`.
         max_condition: κ; eigenvalues below their maximum/κ are lifted to it.
         every: steps between eigendecompositions. `statistics_every`: between observations.
         momentum: μ of M ← μM + (1−μ)∇. `factor_beta`: rate of the means, per observation.
         kl_clip: most of lr²⟨V, M̂⟩, twice the KL divergence that a step may cause; None: no limit.
         layers: patterns of names; None: linear layers, convolutions and attention.
-        policy: which output sides are kept as gradients (Woodbury), with `rho`, `t_max`, `store`
-            and `store_dtype`, as in `curvature.fit`; past `t_max` the best half of them is kept.
+        policy: which output sides are kept as gradients (Woodbury), with `rho`, `t_max` and
+            `store`, as in `curvature.fit`; past `t_max` the best half of them is kept.
         reduction: whether the loss is the "mean" over the examples of all passes before a step,
             their "sum", or on ranks the "global_mean".
-        adapt_damping: by the closure's loss after a step.
-        adamw_lr, betas, eps: of AdamW, which steps all other parameters.
+        adamw_lr, betas: of AdamW, which steps all other parameters.
         nonfinite: "raise", "skip" the step or "ignore" gradients that are not finite.
-        seed: of the labels drawn for fisher="sampled".
     """
 
     def __init__(
@@ -80,7 +76,6 @@ class NaturalGradient(torch.optim.Optimizer):
         fisher: str = "empirical",
         loss: Likelihood | None = None,
         damping: float = 1e-3,
-        split_damping: bool = False,
         max_condition: float | None = None,
         every: int = 10,
         statistics_every: int = 1,
@@ -93,15 +88,10 @@ class NaturalGradient(torch.optim.Optimizer):
         rho: float = 0.75,
         t_max: int = 1024,
         store: str = "auto",
-        store_dtype: torch.dtype | None = None,
         reduction: str = "mean",
-        adapt_damping: bool = False,
         adamw_lr: float | Tensor = 3e-3,
         betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        maximize: bool = False,
         nonfinite: str = "raise",
-        seed: int = 0,
     ) -> None:
         arguments = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         if not isinstance(model, nn.Module):
@@ -113,7 +103,7 @@ class NaturalGradient(torch.optim.Optimizer):
         patterns = [layers] if isinstance(layers, str) else None if layers is None else list(layers)
         chosen = choose_layers(model, patterns, "skip" if policy == "dense" else "lowrank")
         policies = policy_by_layer(policy, [layer.name for layer in chosen], method)
-        woodbury: Any = {"rho": rho, "t_max": t_max, "storage": store, "store_dtype": store_dtype}
+        woodbury: Any = {"rho": rho, "t_max": t_max, "storage": store}
         self._fishers = fishers = {
             layer.name: RunningFisher(layer, method, policies[layer.name], **woodbury)
             for layer in chosen
@@ -123,24 +113,21 @@ class NaturalGradient(torch.optim.Optimizer):
             layer.name: {name: params[name] for name in layer.layout.params.values()}
             for layer in chosen
         }
-        taken = {param for named in self._params.values() for param in named.values()}
-        first, others = (
-            [
-                (name, param)
-                for name, param in model.named_parameters()
-                if (param in taken) is preconditioned
-            ]
-            for preconditioned in (True, False)
-        )
+        in_layers = {param for named in self._params.values() for param in named.values()}
+        named_params = list(model.named_parameters())
+        first = [(name, param) for name, param in named_params if param in in_layers]
+        for_adamw = [(name, param) for name, param in named_params if param not in in_layers]
         group = {key: arguments[key] for key in SETTINGS}
-        super().__init__([{"params": first}], {**group, "lr_scale": 1.0, "steps": 0})
+        group |= {"lr_scale": 1.0, "maximize": False, "steps": 0}
+        super().__init__([{"params": first}], group)
         check_not_sharded(self.param_groups[0])
         self._adamw: AdamW | None = None
-        if others:
-            shared: Any = {"maximize": maximize, "state_dtype": torch.float32}
-            self._adamw = AdamW(others, adamw_lr, betas, eps, weight_decay, **shared)
+        if for_adamw:
+            self._adamw = AdamW(
+                for_adamw, adamw_lr, betas, weight_decay=weight_decay, state_dtype=torch.float32
+            )
             self.param_groups.append(self._adamw.param_groups[0])
-        self.model, self.fisher, self.seed = model, fisher, seed
+        self.model, self.fisher = model, fisher
         self.loss: Likelihood = CrossEntropy() if loss is None else loss
         self.ranks: Ranks | None = None
         self.loss_scale: float | Tensor = 1.0
@@ -149,17 +136,16 @@ class NaturalGradient(torch.optim.Optimizer):
         self._scaler_scale: float | None = None
         self._expected: float | Tensor | None = None  # change of the loss in the last step
         self._draws = 0  # calls of `observe` in this step
-        # it knows nothing of the optimizer, with whose end its hooks go
+        # the observer does not refer to the optimizer, so that deleting that removes the hooks
         self._observer = Observer(chosen, method, fisher, lambda name: fishers[name].make_sums())
         self._closing = weakref.finalize(self, self._observer.__exit__)
         self._closing.atexit = False
         self._arm()
 
     def distribute(self, group: Any = None, *, timeout: float = TIMEOUT) -> None:
-        """Share statistics with the processes of a group, by default all, while DDP or you average
-        the gradients. Call it on all of them before the first step.
+        """Share statistics with the processes of a group, by default all; call it on all of them.
 
-        `timeout`: seconds that a process waits for others.
+        Gradients are averaged by DDP or by you. `timeout`: seconds that a process waits for others.
         """
         if self.state or self.param_groups[0]["steps"]:
             raise RuntimeError(
@@ -169,7 +155,7 @@ class NaturalGradient(torch.optim.Optimizer):
         self.ranks = ranks_of(group, timeout)
 
     def _arm(self) -> None:
-        """Hooks for a step that observes; none, and so no cost, for the others."""
+        """Register hooks if the next step observes; other steps have none, and no cost."""
         self._observer.__exit__()
         if self._observes():
             bases = {name: fisher.bases() for name, fisher in self._fishers.items()}
@@ -182,15 +168,15 @@ class NaturalGradient(torch.optim.Optimizer):
         return self._closing.alive and group["steps"] % group["statistics_every"] == 0
 
     def close(self) -> None:
-        """Take the hooks off the model; from then on the curvature stays as it is."""
+        """Remove the hooks from the model; the curvature no longer changes."""
         self._observer.forget()
         self._closing()
 
     def observe(self, outputs: Tensor, targets: Tensor | None = None) -> None:
-        """Before the backward pass: observe layers by labels that the model itself would give.
+        """Observe layers with labels from the model itself; call it before the backward pass.
 
-        For fisher="sampled" and "exact"; in steps that do not observe it does nothing. No `.grad`
-        is written. `targets`: say which terms count, as those of `loss` that are not ignored do.
+        For fisher="sampled" and "exact". Does nothing in steps that do not observe, and writes no
+        `.grad`. `targets` only say which terms `loss` ignores.
         """
         if self.fisher == "empirical":
             raise RuntimeError(
@@ -203,11 +189,11 @@ class NaturalGradient(torch.optim.Optimizer):
         weights = torch.ones(shape, device=outputs.device)
         if targets is not None:
             weights = self.loss.weights(targets).to(outputs.device).reshape(shape)
-        numbers = self.param_groups[0]["steps"], self._draws, self.ranks.rank if self.ranks else 0
-        mixed = sum(
-            map(operator.mul, numbers, (0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0x2545F491))
-        )
-        generator = torch.Generator().manual_seed((self.seed + mixed) % 2**63)
+        # other labels in every pass and on every rank, and the same ones after a resume
+        rank = self.ranks.rank if self.ranks else 0
+        mixed = self.param_groups[0]["steps"] * 0x9E3779B97F4A7C15
+        mixed += self._draws * 0xD1B54A32D192ED03 + rank * 0x2545F491
+        generator = torch.Generator().manual_seed(mixed % 2**63)
         self._draws += 1
         self._observer.observe(outputs, self.loss, weights, generator)
 
@@ -220,18 +206,16 @@ class NaturalGradient(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, and what was observed while they were made."""
+        """Forget the gradients, and what was observed while they were computed."""
         super().zero_grad(set_to_none)
         self._observer.forget()
         self._scaler_scale = None
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What GradScaler.step asks first; False: it unscales gradients of parameters itself.
-
-        Gradients of outputs still have its scale, which it tells only to optimizers that unscale,
-        and not even to these after `unscale_`: its frame is read.
-        """
+        """GradScaler.step reads this first; False lets it unscale gradients of parameters."""
+        # Gradients of outputs keep its scale, which it passes on only to optimizers that unscale
+        # by themselves, and not after `unscale_`. So it is read from the caller's frame.
         scaler = sys._getframe(1).f_locals.get("self")
         if isinstance(scaler, torch.amp.GradScaler):
             self._scaler_scale = scaler.get_scale()
@@ -240,15 +224,10 @@ class NaturalGradient(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; `closure` clears gradients, computes the loss and goes back from it."""
+        """One step; `closure` clears the gradients, computes the loss and calls backward()."""
         group, loss = self.param_groups[0], None
         if closure is None and self._is_asked_for_state():
             return None
-        if group["adapt_damping"] and closure is None:
-            raise RuntimeError(
-                "adapt_damping=True needs the loss after the step: pass a closure, or leave it "
-                "False and call update_damping(loss_before, loss_after)"
-            )
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -272,12 +251,6 @@ class NaturalGradient(torch.optim.Optimizer):
         group["steps"] += 1
         self._show()
         self._arm()
-        if group["adapt_damping"] and closure is not None and loss is not None:
-            self._observer.__exit__()  # this pass is no observation
-            with torch.enable_grad():
-                after = closure()
-            self.update_damping(*(float(torch.as_tensor(x).detach()) for x in (loss, after)))
-            self._arm()
         return loss
 
     def _agree(self, observed: Observed) -> tuple[str | None, list[list[float]]]:
@@ -293,9 +266,9 @@ class NaturalGradient(torch.optim.Optimizer):
         return compare_ranks(self.ranks, self.param_groups, layers, terms, skip)
 
     def _check_observed(self, observed: Observed) -> None:
-        """Refuse a gradient of a layer of which nothing is known."""
+        """Raise if a layer has a gradient but was never observed."""
         if self._closing.alive and not self._observes():
-            return  # a layer that has thawed waits for the next observation
+            return  # a layer that was unfrozen in between waits for the next observation
         remedy = "make passes in training mode and call the layer itself"
         if self.fisher != "empirical":
             remedy = "call optimizer.observe(outputs) before the backward pass"
@@ -311,6 +284,7 @@ class NaturalGradient(torch.optim.Optimizer):
         self, observed: Observed, everyone: list[list[float]]
     ) -> Iterator[tuple[RunningFisher, dict[str, Tensor], float, float]]:
         """Means over the examples of all passes on all ranks, with their terms and places."""
+        # a factor set by hand is the whole factor, a scaler's included
         scale, self._scaler_scale = self._scaler_scale, None
         by_hand = float(self.loss_scale)
         scale = by_hand if scale is None or by_hand != 1.0 else scale
@@ -319,7 +293,7 @@ class NaturalGradient(torch.optim.Optimizer):
             observed.items(), zip(*everyone, strict=True), strict=True
         ):
             total, fisher = sum(counts), self._fishers[name]
-            # what makes g̃, the gradient of one term, of ĝ, the gradient of the loss
+            # g̃ = factor·ĝ: from the gradient of the loss to that of one term
             factors = {"mean": terms, "sum": 1.0, "global_mean": total / len(counts)}
             factor = factors[reduction] / scale if self.fisher == "empirical" else 1.0
             like = next(iter(self._params[name].values()))
@@ -331,7 +305,8 @@ class NaturalGradient(torch.optim.Optimizer):
             yield fisher, means_of(sums, total / factor**2, like), total, places
 
     def _refresh_(self, group: Mapping[str, Any]) -> None:
-        """In steps 0, 1, 2, 4, 8, … up to `every`, while little is known, then at its multiples."""
+        """Decompose at multiples of `every`, and before in steps 0, 1, 2, 4, 8, …"""
+        # early statistics change fast; a layer without an inverse cannot wait
         step, every = group["steps"], group["every"]
         due = step % every == 0 or (step < every and step & (step - 1) == 0)
         fishers = [
@@ -362,14 +337,14 @@ class NaturalGradient(torch.optim.Optimizer):
         slope = _total([(direction, moment) for _, _, moment, direction in moves])
         # ⟨V, HV⟩ = ⟨V, M̂⟩: what the quadratic model says this step will change
         falls = _total([(direction, grad) for _, grad, _, direction in moves])
-        if self.ranks is not None:  # on unlike machines they may differ by rounding
+        if self.ranks is not None:  # one rank's numbers for all: they may differ by rounding
             numbers = torch.stack([slope, falls]).to(self.ranks.device)
             slope, falls = self.ranks.all_gather(numbers)[0].unbind()
         size = torch.full_like(slope, lr)
         if group["kl_clip"] is not None:
             clipped = (group["kl_clip"] / slope).sqrt()
             size = torch.where(lr**2 * slope > group["kl_clip"], clipped, size)
-        self._expected = size**2 / 2 * slope - size * falls  # read only where damping is adapted
+        self._expected = size**2 / 2 * slope - size * falls  # for update_damping
         for fisher, _, _, direction in moves:
             layout, factor = fisher.layer.layout, sent(size, direction.device)
             for key, value in unpack(layout, direction).items():
@@ -388,21 +363,20 @@ class NaturalGradient(torch.optim.Optimizer):
             for name, param in params.items()
         }
         matrix, state, beta = pack(fisher.layer.layout, grads), fisher.state, group["momentum"]
-        grad = matrix.to(_wide(matrix)) * (-1 if group["maximize"] else 1)
+        grad = matrix.to(wide_dtype(matrix)) * (-1 if group["maximize"] else 1)
         state["step"] += 1
         moment = grad
         if beta > 0:
             mean = state.setdefault("momentum", torch.zeros_like(grad)).lerp_(grad, 1 - beta)
             moment = mean / (1 - beta ** float(state["step"]))
-        damping = group["damping"], group["split_damping"], group["max_condition"]
-        return grad, moment, fisher.direction(moment, *damping)
+        return grad, moment, fisher.direction(moment, group["damping"], group["max_condition"])
 
     def update_damping(self, before: float, after: float, omega: float = 0.95) -> float:
-        """Levenberg–Marquardt: λ ← ωλ where the quadratic model has held, λ/ω where it has not.
+        """Adapt λ by Levenberg–Marquardt, and return it: λ ← ωλ if ρ > ¾, λ/ω if ρ < ¼.
 
-        ρ = (after − before) / (½δᵀHδ + ∇ᵀδ), both losses of the batch of the last step;
-        ρ > ¾: ωλ, ρ < ¼: λ/ω. Steps of AdamW and weight decay are not in the model. With ranks, all
-        call it, each with its own losses: it looks at their mean, or at the sum of sums.
+        ρ = (after − before) / (½δᵀHδ + ∇ᵀδ), with the losses of the last step's batch before and
+        after it. Steps of AdamW and weight decay are not in the model. With ranks, all call it,
+        each with its own losses, of which the mean counts, or the sum for reduction="sum".
         """
         if self._expected is None:
             raise RuntimeError("update_damping needs a step before it; call step() first")
@@ -415,7 +389,7 @@ class NaturalGradient(torch.optim.Optimizer):
         change = before - after if group["maximize"] else after - before
         ratio = change / expected if expected < 0 else 0.5
         damping = group["damping"]
-        if not ratio >= 0.25:  # NaN too: the loss has left the numbers
+        if not ratio >= 0.25:  # also if the loss is NaN
             damping /= omega
         elif ratio > 0.75:
             damping *= omega
@@ -428,18 +402,21 @@ class NaturalGradient(torch.optim.Optimizer):
         `print` shows a table, `json_lines()` is for a run's log.
         """
         group = self.param_groups[0]
-        damping = group["damping"], group["split_damping"], group["max_condition"]
+        damping = group["damping"], group["max_condition"]
         return CurvatureReport(fisher.record(*damping) for fisher in self._fishers.values())
 
     def _show(self) -> None:
-        """Let the states of layers and of AdamW be the optimizer's: a layer's is its first
-        parameter's, prefixed where layers share it, and others have what torch looks for."""
+        """Put the states of layers and of AdamW into `self.state`.
+
+        A layer's state belongs to its first parameter, with a prefix where layers share it.
+        """
         entries: dict[Tensor, dict[str, Any]] = {}
         for name, fisher in self._fishers.items():
             first, prefix = self._home(name)
             state = {prefix + key: value for key, value in fisher.state.items()}
             if state:
                 entries.setdefault(first, {}).update(state)
+                # torch.distributed.checkpoint expects an entry of every parameter
                 for param in self._params[name].values():
                     entries.setdefault(param, {"step": fisher.state["step"]})
         self.state.update(entries)
@@ -453,15 +430,17 @@ class NaturalGradient(torch.optim.Optimizer):
         return first, f"{name.rpartition('.')[2]}." if shared else ""
 
     def _make_state(self) -> None:
-        """State of all layers that are trained, and have none yet."""
+        """Make the state of all trained layers that have none."""
         for name, fisher in self._fishers.items():
             params = list(self._params[name].values())
             if not fisher.state and any(param.requires_grad for param in params):
                 fisher.make_(params[0], self.param_groups[0]["momentum"])
 
     def _is_asked_for_state(self) -> bool:
-        """Whether this is no step: torch.distributed.checkpoint makes an optimizer's state to load
-        into by one before all others, after no pass, with lr and all gradients 0."""
+        """Whether torch.distributed.checkpoint calls step() only to make the state to load into.
+
+        It does so before any other step and without a pass, with lr and all gradients 0.
+        """
         groups = self.param_groups
         grads = [p.grad for group in groups for p in group["params"] if p.grad is not None]
         if self.state or not grads or any(float(group["lr"]) for group in groups):
@@ -477,10 +456,7 @@ class NaturalGradient(torch.optim.Optimizer):
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """Flat keys and plain tensors; loads with weights_only=True. To be taken after a step.
-
-        It is the same on all ranks and loads on any number of them.
-        """
+        """Flat keys and plain tensors, the same on all ranks. Take it after a step."""
         packed = super().state_dict()
         if self._adamw is not None:
             part, group = self._adamw.state_dict(), packed["param_groups"][1]
@@ -492,7 +468,7 @@ class NaturalGradient(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume from a state dict, to the bit; settings of groups come from it too."""
         groups, state = state_dict["param_groups"], state_dict["state"]
-        sizes = [[len(g["params"]) for g in some] for some in (groups, self.param_groups)]
+        sizes = [[len(g["params"]) for g in part] for part in (groups, self.param_groups)]
         if sizes[0] != sizes[1]:
             raise ValueError(
                 f"NaturalGradient: the checkpoint has groups of {sizes[0]} parameters, this "
@@ -519,7 +495,7 @@ class NaturalGradient(torch.optim.Optimizer):
         self._arm()
 
     def __getstate__(self) -> dict[str, Any]:
-        # not the ranks, which belong to this process
+        # without the ranks, which belong to this process
         names = ("loss_scale", "skipped_steps", "failed_refreshes")
         counters = {name: getattr(self, name) for name in names}
         return {"arguments": self._arguments, "state_dict": self.state_dict(), "counters": counters}
@@ -537,10 +513,6 @@ class NaturalGradient(torch.optim.Optimizer):
                 stacklevel=4,
             )
         self._warned = True
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def _total(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:

@@ -21,7 +21,7 @@ from isokron.optim.settings import GROUP_KEYS, RULES, SHARED, param_name, requir
 if TYPE_CHECKING:
     from isokron.optim.preconditioned import Preconditioned
 
-# What a parameter may be, and the settings of its group besides those that all groups get.
+# The kinds of parameters, and the settings of their groups besides those that all groups get.
 KINDS: dict[str, dict[str, Any]] = {
     "matrices": {},
     "raw weights": {},  # of an nn.Parameter that is in no layer of a known type
@@ -85,7 +85,8 @@ def param_groups(
         if kind == "raw weights" and not special.keys() & {"route", "stacked", "split"}:
             table = param.ndim > 2 or is_table(param.shape, {**SHARED, **chosen})
             chosen["route"] = guessed[name] = "adamw" if table else usual["route"]
-        if chosen["route"] == "adamw":  # which works element by element
+        # AdamW works element by element, so how a parameter is cut does not matter
+        if chosen["route"] == "adamw":
             chosen = {k: v for k, v in chosen.items() if k not in ("stacked", "split", "split_dim")}
         elif chosen.get("split") is None:
             chosen.pop("split_dim", None)
@@ -189,7 +190,7 @@ def _lookup(
 
 
 def _warn_of_raw(named: Mapping[str, Tensor], routes: Mapping[str, str]) -> None:
-    """Ask about weights in no layer of a known type, whose meaning only their author knows."""
+    """Warn of weights that belong to no layer of a known type."""
     texts = []
     for to_adamw, fate in ((False, "taken as matrices"), (True, "left to AdamW")):
         shapes = [
@@ -210,11 +211,11 @@ def _first_four(texts: Sequence[str]) -> str:
     return ", ".join(texts[:4]) + (f" and {len(texts) - 4} more" if len(texts) > 4 else "")
 
 
-# What parameters are, by the modules that hold them.
+# Kinds of parameters, by the modules that hold them.
 
 
 def find_kinds(model: nn.Module, heads: Set[Tensor] | None = None) -> dict[Tensor, str]:
-    """What every parameter is; the output head is looked for unless its weights are given."""
+    """The kind of every parameter; the output head is searched for unless its weights are given."""
     adapters = _adapters(model)
     heads = find_heads(model, adapters) if heads is None else heads
 
@@ -295,7 +296,8 @@ def _parts(module: nn.Module) -> dict[Tensor, dict[str, Any]]:
 
 
 def _of_transformers(module: nn.Module, ending: str, home: str = "models") -> bool:
-    """Whether a class of it is in transformers; FSDP2 and parametrizations add classes to it."""
+    """Whether a module is of a class of transformers, given by the end of its name."""
+    # FSDP2 and parametrizations replace a module's class by a subclass
     return any(
         kind.__module__.startswith(f"transformers.{home}") and kind.__name__.endswith(ending)
         for kind in type(module).__mro__
@@ -367,7 +369,7 @@ def _weights(module: nn.Module) -> set[Tensor]:
 
 
 def _in_repeated_block(model: nn.Module, name: str) -> bool:
-    """Whether a module around this one, below the model, has a sibling of its class and shapes."""
+    """Whether a module around this one has a sibling of the same class and shapes."""
 
     def likeness(module: nn.Module) -> tuple[type, list[torch.Size]]:
         return type(module), [param.shape for param in module.parameters()]
@@ -405,7 +407,7 @@ def _adapters(model: nn.Module) -> set[Tensor]:
     return pairs
 
 
-# Bare parameters, of which only the shape is known.
+# Parameters without modules, of which only the shape is known.
 
 
 def is_table(shape: Sequence[int], group: Mapping[str, Any]) -> bool:
@@ -462,7 +464,8 @@ def warn_of_tables(optimizer: "Preconditioned", group: Mapping[str, Any]) -> Non
     ]
     if not tables:
         return
-    level, frame = 1, sys._getframe()  # the first caller that is neither ours nor torch's
+    # point the warning at the first caller that is neither isokron nor torch
+    level, frame = 1, sys._getframe()
     while frame.f_back and frame.f_globals["__name__"].split(".")[0] in ("isokron", "torch"):
         level, frame = level + 1, frame.f_back
     who = type(optimizer).__name__

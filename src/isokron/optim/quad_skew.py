@@ -73,7 +73,7 @@ Products = MutableMapping[Tensor, tuple[int, Factor]]
 
 
 class WhiteKron(Preconditioned):
-    """What Quad and Skew share: all but how a factor moves."""
+    """The engine of Quad and Skew, which differ in how a factor moves."""
 
     symmetric: ClassVar[bool]  # whether Q stays symmetric
     pace: ClassVar[float]  # of the factors: z = pace·plr/L
@@ -115,14 +115,6 @@ class WhiteKron(Preconditioned):
         self._products = WeakTensorKeyDictionary()
         super().__setstate__(state)
 
-    def move_dense(self, factor: Tensor, pull: "Pull", probes: Tensor) -> Tensor:
-        """A dense factor after one step. [B, n, n]"""
-        raise NotImplementedError
-
-    def move_diagonal(self, factor: Tensor, pull: Tensor) -> Tensor:
-        """A diagonal factor after one step; `pull`: the diagonal of M. [B, n]"""
-        raise NotImplementedError
-
     def init_state(self, batch: Batch, group: Mapping[str, Any]) -> dict[str, Tensor]:
         dtype = group["dtype"] or batch.dtype
         state = {"moment": batch.zeros().to(dtype)} if group["momentum"] else {}
@@ -134,7 +126,7 @@ class WhiteKron(Preconditioned):
         return state
 
     def observe(self, grad: Tensor, state: dict[str, Tensor], group: Mapping[str, Any]) -> None:
-        """Update μ; μ̂, which is to be whitened, is state["corrected"] for the rest of the step."""
+        """Update μ; state["corrected"] is μ̂, the bias-corrected moment, during this step."""
         corrected = grad
         if "moment" in state:
             mean = state["moment"].to(grad.dtype)
@@ -172,7 +164,8 @@ class WhiteKron(Preconditioned):
         largest = white.abs().flatten(1).amax(1)
         nonzero = largest > 0
         usual = surely_all(nonzero & (largest <= SQUARE_LIMIT))
-        if not usual:  # so that the squares of finite numbers are finite
+        if not usual:
+            # so that the squares of finite numbers are finite
             white = white * _per_block(SQUARE_LIMIT / largest.clamp_min(SQUARE_LIMIT), white)
         white = white if white.ndim == 3 else white.unsqueeze(2)
         scale = largest.clamp_max(SQUARE_LIMIT).square()
@@ -187,7 +180,7 @@ class WhiteKron(Preconditioned):
                 moved = torch.where(observed, moved, factor)
                 grown = torch.where(nonzero, grown, bound)
             fresh[f"factor.{i}"], fresh[f"lipschitz.{i}"] = moved, grown
-        # at every hundredth step, or the first refresh after it
+        # balance at every hundredth step, or at the first refresh after it
         last = torch.where(step <= group["warmup"], step - 1, step - group["every"]).clamp_min(0)
         due = (step / BALANCE_EVERY).floor() > (last / BALANCE_EVERY).floor()
         balance_([fresh[f"factor.{i}"] for i in range(len(factors))], due)
@@ -205,6 +198,7 @@ class WhiteKron(Preconditioned):
         """Q and L of a side of size n after one step on W, [B, n, k], with max|W|² = scale.
 
         T = WWᵀ, or its diagonal for a diagonal Q; ℓ = ‖T‖₂ + k; L ← max(0.95L + 0.05ℓ, ℓ).
+        Quad: Q ← MQM. Skew: Q ← MQ, and a Procrustes step. M = I − z(T − kI).
         """
         columns = white.size(2)
         start, floor = group["preconditioner_lr"], group["preconditioner_lr_floor"]
@@ -219,14 +213,19 @@ class WhiteKron(Preconditioned):
         grown = torch.maximum(0.95 * bound + 0.05 * steepness, steepness)
         rate = self.pace * plr / grown
         if factor.ndim == 2:
-            return self.move_diagonal(factor, 1 - rate[:, None] * (squares - columns)), grown
-        return self.move_dense(factor, Pull(white, gram, rate), probes), grown
+            diagonal = 1 - rate[:, None] * (squares - columns)  # of M
+            return factor * (diagonal.square() if self.symmetric else diagonal), grown
+        pull = Pull(white, gram, rate)
+        if self.symmetric:
+            return pull.around(factor), grown
+        return procrustes(pull.before(factor), probes), grown
 
     def direction(self, grad: Tensor, state: dict[str, Tensor], group: Mapping[str, Any]) -> Tensor:
         return state["white"] if group["apply"] == "old" else self._white(state, group)
 
     def _white(self, state: dict[str, Tensor], group: Mapping[str, Any]) -> Tensor:
-        """P μ̂. Factors that stay for some steps are multiplied out, which halves the products."""
+        """P μ̂"""
+        # factors that are used for several steps are multiplied out, which halves the products
         factors = _factors(state)
         if group["every"] == 1:
             return whiten(state["corrected"], factors, self.symmetric)
@@ -242,7 +241,7 @@ class WhiteKron(Preconditioned):
         return Kron(tuple(operators)).apply(state["corrected"])
 
     def _noisy(self, corrected: Tensor, step: Tensor, group: Mapping[str, Any]) -> Tensor:
-        """μ̂ + noise, so that what is never observed has a scale too."""
+        """μ̂ + noise, so that directions without gradients have a scale too."""
         if group["noise_scale"] == 0 and group["damping"] == 0:
             return corrected
         size = group["noise_scale"]
@@ -285,13 +284,7 @@ class Quad(WhiteKron):
     """
 
     symmetric = True
-    pace = 0.5
-
-    def move_dense(self, factor: Tensor, pull: "Pull", probes: Tensor) -> Tensor:
-        return pull.around(factor)
-
-    def move_diagonal(self, factor: Tensor, pull: Tensor) -> Tensor:
-        return factor * pull.square()
+    pace = 0.5  # M acts from both sides
 
 
 class Skew(WhiteKron):
@@ -302,12 +295,6 @@ class Skew(WhiteKron):
 
     symmetric = False
     pace = 1.0
-
-    def move_dense(self, factor: Tensor, pull: "Pull", probes: Tensor) -> Tensor:
-        return procrustes(pull.before(factor), probes)
-
-    def move_diagonal(self, factor: Tensor, pull: Tensor) -> Tensor:
-        return factor * pull
 
 
 def check_white_kron(optimizer: str, group: Mapping[str, Any]) -> None:
@@ -338,7 +325,7 @@ def takes_vectors(param: Tensor, group: Mapping[str, Any]) -> bool:
 
 
 def white_kron_blocks(shape: Sequence[int], group: Mapping[str, Any]) -> list[Block]:
-    """Vectors whole; matrices in blocks, but for sides too large to have a dense factor."""
+    """Vectors are one block; matrices are cut along the sides that have dense factors."""
     layers = cut_blocks(
         shape, stacked=group["stacked"], split=group["split"], split_dim=group["split_dim"]
     )
@@ -392,8 +379,8 @@ def whiten(blocks: Tensor, factors: Sequence[Tensor], symmetric: bool) -> Tensor
         if factor.ndim == 2:
             blocks = blocks * along(factor.square(), blocks, dim)
         else:
-            back = factor if symmetric else factor.mT
-            blocks = multiply(multiply(blocks, factor, dim), back, dim)
+            transposed = factor if symmetric else factor.mT
+            blocks = multiply(multiply(blocks, factor, dim), transposed, dim)
     return blocks
 
 
@@ -403,21 +390,22 @@ def procrustes(factor: Tensor, probes: Tensor) -> Tensor:
     a = (1/8)/‖R‖, and no more than −tr(RQ)/tr(RRQ), where the trace of Q is largest. [B, n, n]
     """
 
-    def dot(one: Tensor, other: Tensor) -> Tensor:
+    def dot(x: Tensor, y: Tensor) -> Tensor:
         """Σ XᵢⱼYᵢⱼ without storing the product. [B]"""
-        return (one.flatten(1).unsqueeze(1) @ other.flatten(1).unsqueeze(2)).flatten()
+        return (x.flatten(1).unsqueeze(1) @ y.flatten(1).unsqueeze(2)).flatten()
 
-    back = factor - factor.mT  # −R, whose rows are in memory as those of Q are
-    top = back.abs().amax((1, 2))
-    back /= torch.where(top > 0, top, 1)[:, None, None]
-    turned = back @ factor
+    # −R instead of R: its rows are in memory as those of Q are
+    skew = factor - factor.mT
+    top = skew.abs().amax((1, 2))
+    skew /= torch.where(top > 0, top, 1)[:, None, None]
+    turned = skew @ factor
     # tr(RX) = Σ Rᵢⱼ Xⱼᵢ and Rᵢⱼ = −Rⱼᵢ
-    slope, bend = dot(back, factor), -dot(back, turned)
-    norm = norm_bound(back, torch.ones_like(top), -probes)  # from where R and probes would lead
+    slope, bend = dot(skew, factor), -dot(skew, turned)
+    norm = norm_bound(skew, torch.ones_like(top), -probes)  # the bound of R from the probes
     angle = 1 / (8 * torch.where(norm > 0, norm, 1))
     angle = torch.where(bend < 0, angle.minimum(slope / torch.where(bend < 0, -bend, 1)), angle)
     angle = torch.where(slope > 0, angle, 0)[:, None, None]
-    return factor.addcmul(turned, -angle).addcmul_(back @ turned, angle.square() / 2)
+    return factor.addcmul(turned, -angle).addcmul_(skew @ turned, angle.square() / 2)
 
 
 def balance_(factors: Sequence[Tensor], due: Tensor) -> None:
@@ -431,7 +419,7 @@ def balance_(factors: Sequence[Tensor], due: Tensor) -> None:
 
 
 def growth_limit(apply: str, noise_scale: float, sides: int) -> float:
-    """Of the entries of Q. With "old" factors, which see no noise, it keeps P ≤ 1/noise_scale."""
+    """Largest entry of Q. With "old" factors, which see no noise, it keeps P ≤ 1/noise_scale."""
     if apply == "new" or noise_scale == 0:
         return GROWTH_LIMIT
     return min(GROWTH_LIMIT, noise_scale ** (-0.5 / sides))
@@ -457,13 +445,13 @@ def fixed_numbers(shape: Sequence[int], like: Tensor) -> Tensor:
 
 
 def _numbers(shape: Sequence[int], like: Tensor, step: Tensor, seed: int | None) -> Tensor:
-    """Of mean square 1: fixed, or normals of the seed and of each row's step. [..., *shape]"""
+    """Numbers of mean square 1: fixed, or normals by seed and step. [*shape] or [B, *shape]"""
     if seed is None:
         return fixed_numbers(shape, like)
     steps, which = step.long().unique(return_inverse=True)
     drawn = []
     for number in steps.tolist():
-        # a generator takes 32 bits of its seed and no more
+        # a generator uses only 32 bits of its seed
         mixed = random.Random(f"{seed} {number}").getrandbits(32)
         generator = torch.Generator().manual_seed(mixed)
         drawn.append(torch.randn(*shape, generator=generator, dtype=like.dtype))
@@ -471,12 +459,12 @@ def _numbers(shape: Sequence[int], like: Tensor, step: Tensor, seed: int | None)
 
 
 def _sides(shape: Sequence[int], group: Mapping[str, Any]) -> list[tuple[int, bool]]:
-    """Each side's size, and whether its factor is dense."""
+    """The size of each side, and whether its factor is dense."""
     return list(zip(shape, dense_sides(tuple(shape), group["max_size_dense"]), strict=True))
 
 
 def _factors(state: Mapping[str, Tensor]) -> list[Tensor]:
-    """The factors in the dtype that is worked in, which is that of L."""
+    """The factors in the dtype of the computation, which is that of L."""
     count = sum(key.startswith("factor.") for key in state)
     return [state[f"factor.{i}"].to(state[f"lipschitz.{i}"].dtype) for i in range(count)]
 
@@ -486,8 +474,8 @@ def _per_block(values: Tensor, blocks: Tensor) -> Tensor:
     return values.to(blocks).view(-1, *[1] * (blocks.ndim - 1))
 
 
-# Lengths of layers. A layer is a part of a parameter that blocks are cut from, one of a stack or of
-# a split; its blocks may be in several batches.
+# Norms of layers. A layer is a parameter, or one matrix of a stacked or split parameter; its blocks
+# may be in several batches.
 
 
 def clip_by_layer_(steps: Sequence[BatchStep], most: float, divisor: float) -> None:

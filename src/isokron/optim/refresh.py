@@ -1,9 +1,9 @@
-"""When operators are refreshed, in the step or on a thread beside it, and what if that fails.
+"""Schedule of refreshes, refreshes in the step or on a thread, and failed refreshes.
 
 A block is refreshed at `start`, 2·start, 4·start, … and then every `every` steps; through `warmup`
 in every step. `refresh`: "staggered" blocks take turns once all have an operator, all refresh
-"together", or on a thread with the result taking effect a fixed number of steps later. A row whose refresh comes out non-finite keeps
-the operator it has, and is counted.
+"together", or on a thread with the result taking effect a fixed number of steps later. A row whose
+new operator is not finite keeps the old one, and the failure is counted.
 """
 
 import logging
@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -30,8 +31,6 @@ def is_due(turn: int, group: Group) -> bool:
     """Whether a refresh begins now: t = start, or t > start and t mod every = 0.
 
     Before t = every also at start·2, start·4, …: curvature changes fastest at the beginning.
-    Delayed refreshes would overtake each other there, so they do without, and none begins before
-    the first has taken effect.
     """
     if turn <= group["warmup"]:
         return turn > 0
@@ -39,6 +38,7 @@ def is_due(turn: int, group: Group) -> bool:
     start = group["start"] or every
     if turn <= start:
         return turn == start
+    # delayed refreshes would overtake each other at the doublings, or before the first has landed
     if turn < every and not delay:
         quotient, remainder = divmod(turn, start)
         return remainder == 0 and quotient & (quotient - 1) == 0
@@ -62,7 +62,7 @@ def is_early(turn: int, group: Group) -> bool:
 
 
 def rows_where(condition: Callable[[int, Group], bool], turns: Tensor, group: Group) -> Tensor:
-    """For every row whether a condition holds at its turn; equal turns are asked once. [B]"""
+    """Whether a condition holds at each row's turn, evaluated once per distinct turn. [B]"""
     values = turns.tolist()
     answers = {turn: condition(int(turn), group) for turn in set(values)}
     return torch.tensor([answers[turn] for turn in values], dtype=torch.bool, device="cpu")
@@ -75,10 +75,10 @@ def last_common_step(group: Group) -> int:
 
 
 def staggered_shifts(shapes: Sequence[tuple[int, ...]], group: Group) -> list[int]:
-    """For every block how many steps early its refreshes come, so that all steps share the work.
+    """How many steps early each block's refreshes come: spreads their cost, Σ dᵢ³, over `every`.
 
-    The costliest blocks come first, each at the step with the least to do; a refresh costs about
-    Σ dᵢ³. Equal shapes give equal shifts, so a resumed run keeps them.
+    The costliest blocks come first, each at the step with the least to do. The shifts depend on the
+    shapes alone, so that a resumed run has the same.
     """
     longest = group["max_dim"] or max((max(shape) for shape in shapes), default=1)
     costs = {s: sum(float(d) ** 3 for d in s if d <= longest) for s in set(shapes)}
@@ -91,14 +91,14 @@ def staggered_shifts(shapes: Sequence[tuple[int, ...]], group: Group) -> list[in
 
 
 class Refreshing(Protocol):
-    """What the engine asks of a method."""
+    """The part of an optimizer that makes and installs operators."""
 
     def refresh(self, state: State, group: Group, first: bool) -> State: ...
     def install(self, operator: State, state: State, group: Group) -> None: ...
 
 
 class Outcome(NamedTuple):
-    """What a refresh has done to rows of a batch, not read on the host yet."""
+    """Result of a refresh of some rows of a batch, not yet read on the host."""
 
     batch: Batch
     rows: Tensor  # [n]
@@ -110,10 +110,10 @@ class Refresher:
     """Refreshes the rows that are due and counts those that failed.
 
     A delayed refresh starts from a copy of the state and takes effect a fixed number of steps
-    later: how fast the thread is decides whether a step has to wait, and no number. Failures are
-    read at the next step, with the check of the gradients, so that a step waits for a device once.
+    later, so that results do not depend on the speed of the thread. Failures are read at the next
+    step, with the check of the gradients, so that a step waits for a device once.
 
-    `failed`: refreshes that have failed so far.
+    `failed`: number of refreshes that have failed.
     """
 
     def __init__(self, failed: int = 0) -> None:
@@ -131,15 +131,28 @@ class Refresher:
         `rows`: numbers of the rows whose state this is.
         """
         turns, delay = batch.turns(rows), refresh_delay(group)
+
+        def install(at: Tensor, operator: State, flags: Tensor) -> None:
+            """Install new operators of the rows rows[at]."""
+            self.unread.append(Outcome(batch, rows[at], flags, group))
+            if len(at) == len(rows):
+                method.install(operator, state, group)
+                return
+            index = sent(at, batch.device)
+            selected = {key: value[index] for key, value in state.items()}
+            method.install(operator, selected, group)
+            for key, value in state.items():
+                value[index] = selected[key]
+
         if delay:
             landing = rows_where(takes_effect, turns, group).nonzero().flatten()
             # rows that were refreshed before `refresh` became a delay have nothing to install
             begun = [int(rows[i]) in batch.jobs.keys() | batch.pending for i in landing]
             ready = landing[torch.tensor(begun, dtype=torch.bool)]
             if len(ready):
-                operator, flags = _finished(batch, rows[ready].tolist())
-                self._install(method, batch, rows, ready, state, group, operator, flags)
+                install(ready, *_finished(batch, rows[ready].tolist()))
         due = rows_where(is_due, turns, group)
+        # first refreshes apart: a method may decompose where it later iterates
         for first in (True, False) if bool(due.any()) else ():
             at = (due & ((batch.refreshed[rows] == 0) == first)).nonzero().flatten()
             if not len(at):
@@ -149,8 +162,7 @@ class Refresher:
             if delay:
                 self._begin(method, batch, rows[at].tolist(), due_state, dict(group), first)
             else:
-                operator, flags = _refreshed(method, due_state, group, first)
-                self._install(method, batch, rows, at, state, group, operator, flags)
+                install(at, *_refreshed(method, due_state, group, first))
 
     def _begin(
         self,
@@ -161,56 +173,31 @@ class Refresher:
         group: Group,
         first: bool,
     ) -> None:
-        """Start to refresh rows, whose state this is; `batch.coming` gets the result."""
+        """Start to refresh rows on the thread, from a copy of their state, into `batch.coming`."""
         copied = {key: value.clone() for key, value in state.items()}
         index = batch.index(rows)
+        # on a device the thread has its own stream, which waits for the copies to be made
         event = None if batch.device.type == "cpu" else torch.Event(batch.device)
         if event is not None:
             event.record()
 
-        def finish() -> dict[int, Tensor]:
-            operator, flags = _refreshed(method, copied, group, first)
-            for key, value in operator.items():
-                batch.coming[key][index] = value.to(batch.coming[key].dtype)
-            return dict(zip(rows, flags.unbind(1), strict=True))
-
         @torch.no_grad()
         def work() -> dict[int, Tensor]:
-            if event is None:
-                return finish()
-            stream = torch.Stream(batch.device)
-            stream.wait_event(event)
-            with stream:
-                flags = finish()
-            stream.synchronize()
-            return flags
+            stream = None if event is None else torch.Stream(batch.device)
+            if stream is not None and event is not None:
+                stream.wait_event(event)
+            with stream or nullcontext():
+                operator, flags = _refreshed(method, copied, group, first)
+                for key, value in operator.items():
+                    batch.coming[key][index] = value.to(batch.coming[key].dtype)
+            if stream is not None:
+                stream.synchronize()
+            return dict(zip(rows, flags.unbind(1), strict=True))
 
         if self._pool is None or self._process != os.getpid():  # threads do not survive a fork
             self._process = os.getpid()
             self._pool = ThreadPoolExecutor(1, "isokron-refresh", initializer=compute_alone)
         batch.jobs.update(dict.fromkeys(rows, self._pool.submit(work)))
-
-    def _install(
-        self,
-        method: Refreshing,
-        batch: Batch,
-        rows: Tensor,
-        at: Tensor,
-        state: State,
-        group: Group,
-        operator: State,
-        flags: Tensor,
-    ) -> None:
-        """Install new operators of the rows rows[at]."""
-        self.unread.append(Outcome(batch, rows[at], flags, group))
-        if len(at) == len(rows):
-            method.install(operator, state, group)
-            return
-        index = sent(at, batch.device)
-        selected = {key: value[index] for key, value in state.items()}
-        method.install(operator, selected, group)
-        for key, value in state.items():
-            value[index] = selected[key]
 
     def read_outcomes(self, optimizer: str, values: Sequence[Sequence[float]]) -> None:
         """Count and log failures, given the flags of `unread` as read on the host."""
@@ -243,7 +230,7 @@ class Refresher:
 
 
 def wait(batches: Sequence[Batch]) -> None:
-    """Wait for all refreshes that have begun. Their errors are raised when they take effect."""
+    """Wait for all refreshes under way; their errors are raised when they take effect."""
     futures.wait({job for batch in batches for job in batch.jobs.values()})
 
 

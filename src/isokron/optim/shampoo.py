@@ -4,12 +4,11 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from isokron.exponents import Exponent, check_root, exponents
-from isokron.linalg import eigh, inverse_power, inverse_root, mirror_, offdiagonal
-from isokron.operators import Dense, Eigen, Factor, Identity, Kron
+from isokron.linalg import inverse_root
+from isokron.operators import Dense, Factor, Identity, Kron
 from isokron.optim.blocks import Batch
 from isokron.optim.layout import Traits
 from isokron.optim.moments import (
@@ -27,20 +26,12 @@ from isokron.optim.settings import (
     Refresh,
     check_choices,
     check_factors,
-    check_number,
     checked_keywords,
     keywords_of,
-    require,
 )
 
-CHOICES = {"form": ("root", "eigen"), "statistic": ("gradient", "kl")}
-GROUP_SETTINGS: dict[str, Any] = {
-    "deficient": "relative",
-    "form": "root",
-    "solver": "eigh",
-    "tolerance": 0.0,
-    "factor_dtype": None,
-}
+CHOICES = {"statistic": ("gradient", "kl")}
+GROUP_SETTINGS: dict[str, Any] = {"deficient": "relative", "factor_dtype": None}
 
 
 class Shampoo(Preconditioned):
@@ -69,9 +60,6 @@ class Shampoo(Preconditioned):
     Group settings besides the shared ones of docs/engine.md:
         deficient: ε is "relative", or absolute by "lift"; "pseudo", with ε = 0, is the
             pseudo-inverse.
-        form: Keep "root"s, or by "eigen" eigenvalues and eigenvectors.
-        solver: Of roots: "eigh", "newton" or "higher"; see isokron.linalg.inverse_root.
-        tolerance: For "eigen": a basis that diagonalises F̂ to this relative error is kept.
         factor_dtype: Of F; None: that of the state.
     """
 
@@ -99,7 +87,7 @@ class Shampoo(Preconditioned):
         settings = keywords_of(locals())
         traits = Traits(
             check=check_shampoo,
-            operator=("root", "values", "basis"),
+            operator=("root",),
             heavy_ball=True,
             squares=True,
         )
@@ -109,15 +97,7 @@ class Shampoo(Preconditioned):
         roots = exponents(group, len(batch.shape))
         sides = [i for i in range(len(batch.shape)) if roots[i]]
         state = zero_covariances(batch, sides, group["factor_dtype"])
-        for i in sides:
-            eyes = batch.eyes(batch.shape[i])
-            if group["form"] == "root":
-                state[f"root.{i}"] = eyes
-            else:
-                one = {"lift": 1 - group["damping"], "relative": 1 / (1 + group["damping"])}
-                values = one.get(group["deficient"], 1.0)  # of which, damped, every root is 1
-                state[f"values.{i}"] = torch.full_like(eyes[..., 0], values)
-                state[f"basis.{i}"] = eyes
+        state |= {f"root.{i}": batch.eyes(batch.shape[i]) for i in sides}
         return state
 
     def observe(self, grad: Tensor, state: dict[str, Tensor], group: Mapping[str, Any]) -> None:
@@ -125,74 +105,44 @@ class Shampoo(Preconditioned):
             for i in sides_of(state):
                 observe_side_(state[f"cov.{i}"], grad, i, group["factor_beta"])
             return
-        factors = self._factors(state, group, grad.ndim - 1)
+        # KL-Shampoo: F_i sees gradients that the other dimensions' roots have whitened
+        factors = _factors(state, grad.ndim - 1)
         for i in sides_of(state):
-            others = [Identity() if j == i else factor for j, factor in enumerate(factors)]
-            white = Kron(tuple(others)).apply(grad)
+            sides = [Identity() if j == i else factor for j, factor in enumerate(factors)]
+            white = Kron(tuple(sides)).apply(grad)
             scale = grad.size(i + 1) / prod(grad.shape[1:])
             observe_side_(state[f"cov.{i}"], white, i, group["factor_beta"], scale)
 
     def refresh(
         self, state: dict[str, Tensor], group: Mapping[str, Any], first: bool
     ) -> dict[str, Tensor]:
-        beta, fresh = group["factor_beta"], {}
+        fresh = {}
         for i in sides_of(state):
-            cov = debiased(state, i, beta, group)
-            if group["form"] == "root":
-                root = exponents(group, state["step"].ndim - 1)[i]
-                solver, deficient = group["solver"], group["deficient"]
-                fresh[f"root.{i}"] = inverse_root(
-                    cov, root, group["damping"], solver=solver, deficient=deficient
-                )
-            else:
-                fresh[f"values.{i}"], fresh[f"basis.{i}"] = self._decomposed(cov, i, state, group)
+            # F̂ corrects for the start at zero: roots have their scale from the first refresh on
+            cov = debiased(state, i, group["factor_beta"], group)
+            root = exponents(group, state["step"].ndim - 1)[i]
+            fresh[f"root.{i}"] = inverse_root(cov, root, group["damping"], group["deficient"])
         return {key: where_observed(value, key, state) for key, value in fresh.items()}
-
-    def _decomposed(
-        self, cov: Tensor, side: int, state: Mapping[str, Tensor], group: Mapping[str, Any]
-    ) -> tuple[Tensor, Tensor]:
-        """Eigenvalues and eigenvectors; a basis that still fits gets the newest eigenvalues."""
-        old = state[f"basis.{side}"]
-        if not group["tolerance"]:
-            return eigh(cov)
-        cov = mirror_(cov.to(torch.promote_types(cov.dtype, old.dtype), copy=True))
-        basis = old.to(cov.dtype, copy=True)
-        stale = ~(offdiagonal(cov, basis) <= group["tolerance"])
-        values = (basis * (cov @ basis)).sum(-2)
-        values[stale], basis[stale] = eigh(cov[stale])
-        return values, basis
 
     def direction(
         self, moment: Tensor, state: dict[str, Tensor], group: Mapping[str, Any]
     ) -> Tensor:
-        return Kron(self._factors(state, group, moment.ndim - 1)).apply(moment)
+        return Kron(_factors(state, moment.ndim - 1)).apply(moment)
 
-    def _factors(
-        self, state: Mapping[str, Tensor], group: Mapping[str, Any], order: int
-    ) -> tuple[Factor, ...]:
-        factors: list[Factor] = [Identity()] * order
-        for i in sides_of(state):
-            if group["form"] == "root":
-                factors[i] = Dense(state[f"root.{i}"])
-            else:
-                root, values = exponents(group, order)[i], state[f"values.{i}"]
-                powers = inverse_power(values, root, group["damping"], group["deficient"])
-                factors[i] = Eigen(powers, state[f"basis.{i}"])
-        return tuple(factors)
+
+def _factors(state: Mapping[str, Tensor], order: int) -> tuple[Factor, ...]:
+    """A_i of every dimension; a dimension of exponent 0 has none."""
+    factors: list[Factor] = [Identity()] * order
+    for i in sides_of(state):
+        factors[i] = Dense(state[f"root.{i}"])
+    return tuple(factors)
 
 
 def check_shampoo(group: Mapping[str, Any]) -> None:
     check_choices("Shampoo", group, CHOICES)
     check_factors("Shampoo", group)
-    check_number("Shampoo", "tolerance", group["tolerance"])
-    root = group["form"] == "root"
-    rule = "0 for form='root'; only form='eigen' keeps a basis"
-    require(not (root and group["tolerance"]), "Shampoo", group, "tolerance", rule)
-    rule = "'eigh' for form='eigen'"
-    require(root or group["solver"] == "eigh", "Shampoo", group, "solver", rule)
+    # the exponent may depend on the order of a block, which is not known yet
     for order in range(1, 5):
         for root in exponents(group, order):
             if root:
-                check_root(
-                    root, group["damping"], solver=group["solver"], deficient=group["deficient"]
-                )
+                check_root(root, group["damping"], deficient=group["deficient"])
