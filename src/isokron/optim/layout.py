@@ -150,6 +150,7 @@ def build_layout(
         keys: the optimizer's settings; what else a user keeps in a group changes nothing.
         loads: the work that ranks have for the groups before.
     """
+    blocks: list[BatchRow] = []
     rows: dict[Kind, list[BatchRow]] = {}
     lists: dict[Kind, list[Tensor]] = {}
     places: dict[Tensor, Place] = {}
@@ -170,7 +171,8 @@ def build_layout(
             lists.setdefault(kind, []).append(param)
             continue
         for number, block in enumerate(cut(param.shape, group)):
-            rows.setdefault((block.shape, *kind), []).append(BatchRow(param, block, number))
+            blocks.append(BatchRow(param, block, number))
+            rows.setdefault((block.shape, *kind), []).append(blocks[-1])
     loads = {ranks: list(load) for ranks, load in (loads or {}).items()}
     owners = _owners(rows, places, group, agreement, loads, by_layer, work) if places else {}
     waves = []
@@ -192,12 +194,11 @@ def build_layout(
         loads,
     )
     if group["refresh"] == "staggered":
-        # phases of all blocks, also of other ranks' ones, so that ranks step as one process does
-        blocks = [row for equal in rows.values() for row in equal]
-        shifts = staggered_shifts([row.block.shape for row in blocks], group)
+        # of all blocks in the order of parameters, whoever owns them: ranks step as one process
+        shifts = staggered_shifts([row.block.shape for row in blocks], group, work)
         by_block = {(r.param, r.number): shift for r, shift in zip(blocks, shifts, strict=True)}
         for batch in layout.batches:
-            batch.shift = torch.tensor([by_block[r.param, r.number] for r in batch.rows])
+            batch.shift[:] = torch.tensor([by_block[r.param, r.number] for r in batch.rows])
             batch.together = last_common_step(group)
     return layout
 
