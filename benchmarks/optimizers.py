@@ -68,14 +68,15 @@ def plain(
     return lambda matrices, every: optimizer(matrices, LR, BETA, WEIGHT_DECAY, every)
 
 
-def isokron_shampoo(params: list[Tensor], every: int) -> list[Steps]:
-    settings = {"betas": BETAS, "weight_decay": WEIGHT_DECAY, "graft": None}
-    return [package("isokron").Shampoo(params, lr=LR, every=every, max_dim=MAX_DIM, **settings)]
+def ours(name: str) -> Builder:
+    """isokron.SOAP or Shampoo; all blocks refresh in the same step, as those of the peers do."""
 
+    def build(params: list[Tensor], every: int) -> list[Steps]:
+        settings = {"weight_decay": WEIGHT_DECAY, "graft": None, "refresh": "together"}
+        optimizer = getattr(package("isokron"), name)
+        return [optimizer(params, LR, betas=BETAS, every=every, max_dim=MAX_DIM, **settings)]
 
-def isokron_soap(params: list[Tensor], every: int) -> list[Steps]:
-    settings = {"betas": BETAS, "weight_decay": WEIGHT_DECAY, "graft": None}
-    return [package("isokron").SOAP(params, lr=LR, every=every, max_dim=MAX_DIM, **settings)]
+    return build
 
 
 def heavyball(name: str) -> Builder:
@@ -147,13 +148,13 @@ def pytorch_optimizer_scalable_shampoo(params: list[Tensor], every: int) -> list
 
 CONTESTANTS: dict[str, dict[str, Builder]] = {
     "SOAP": {
-        "isokron SOAP": isokron_soap,
+        "isokron SOAP": ours("SOAP"),
         "heavyball SOAP": heavyball("SOAP"),
         "pytorch-optimizer SOAP": pytorch_optimizer_soap,
         "plain loop SOAP": by_rank(plain(PlainSOAP)),
     },
     "Shampoo": {
-        "isokron Shampoo": isokron_shampoo,
+        "isokron Shampoo": ours("Shampoo"),
         "heavyball KLShampoo": heavyball("KLShampoo"),  # the only Shampoo it has
         "pytorch-optimizer Shampoo": by_rank(pytorch_optimizer_shampoo),
         "pytorch-optimizer ScalableShampoo": pytorch_optimizer_scalable_shampoo,

@@ -64,7 +64,9 @@ def assert_follows(
     names = ("always", "sometimes")
     starts = [torch.randn(grads.shape[1:], dtype=torch.float64) for _ in names]
     params = [nn.Parameter(start.clone()) for start in starts]
-    group = {"params": params, "vectors": True, "max_dim": 6, **settings}
+    # the naive version of a parameter knows of no other, with which it could take turns
+    form = {"vectors": True, "max_dim": 6, "refresh": "together"}
+    group = {"params": params, **form, **settings}
     stepping = optimizer([group], lr=lr, weight_decay=decay)
     seen: list[list[Tensor]] = [[], []]
     for t, grad in enumerate(grads):

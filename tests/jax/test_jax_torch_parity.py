@@ -81,7 +81,8 @@ def apart(kind: str, names: list[str], options: dict[str, Any], dtype: type = np
     weights = {name: torch.nn.Parameter(torch.tensor(value)) for name, value in start.items()}
     # in torch some of these are settings of a parameter group only
     theirs_options = {k: v for k, v in options.items() if (kind, k) not in ONLY_JAX}
-    theirs = TORCH[kind]([{"params": list(weights.values()), **theirs_options}], lr=RATE)
+    group = {"params": list(weights.values()), "refresh": "together", **theirs_options}
+    theirs = TORCH[kind]([group], lr=RATE)
     ours = getattr(isokron.jax, kind)(RATE, **options)
     params = {name: jnp.asarray(value) for name, value in start.items()}
     state = jax.jit(ours.init)(params)

@@ -25,9 +25,10 @@ every_case = pytest.mark.parametrize("case", CASES, ids=[case.name for case in C
 
 
 def all_at_once(case: Case) -> Case:
-    """Where whose turn it is to refresh depends on who else is there: without turns."""
-    settings = {key: value for key, value in case.settings.items() if value != "staggered"}
-    return replace(case, settings=settings)
+    """Without turns, which depend on the other parameters of an optimizer and their order."""
+    refresh = case.settings.get("refresh")
+    refresh = refresh if isinstance(refresh, int) else "together"
+    return replace(case, settings={**case.settings, "refresh": refresh})
 
 
 def saved_and_loaded(state_dict: dict[str, Any]) -> dict[str, Any]:

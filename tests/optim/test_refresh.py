@@ -1,4 +1,4 @@
-"""Refreshes that fail, take turns or take their time, and gradients that no factor likes."""
+"""Refreshes that fail, take turns or run on a thread, and gradients that are hard to factor."""
 
 import copy
 import logging
@@ -177,7 +177,8 @@ def test_zero_gradients_for_many_steps_do_no_harm(method: Any, dtype: torch.dtyp
 def test_a_parameter_without_gradients_for_fifty_steps_goes_on_where_it_was(method: Any) -> None:
     pair = [nn.Parameter(torch.zeros(4, 4)) for _ in range(2)]
     alone = nn.Parameter(torch.zeros(4, 4))
-    together, apart = method(pair, every=3), method([alone], every=3)
+    settings = {"every": 3, "refresh": "together"}  # turns depend on who else is there
+    together, apart = method(pair, **settings), method([alone], **settings)
     for t in range(70):
         pair[0].grad, grad = torch.randn(4, 4), torch.randn(4, 4)
         pair[1].grad = alone.grad = grad if t < 10 or t >= 60 else None
@@ -186,49 +187,67 @@ def test_a_parameter_without_gradients_for_fifty_steps_goes_on_where_it_was(meth
     torch.testing.assert_close(pair[1], alone, rtol=1e-4, atol=1e-5)
 
 
-def turns(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Counter[int]:
-    """How many blocks were refreshed at each step of Shampoo on eight 4×4 matrices."""
-    seen: Counter[int] = Counter()
-    real = isokron.Shampoo.refresh
-
-    def counting(self: Any, state: Any, group: Any, first: bool) -> dict[str, Tensor]:
-        for step in state["step"].flatten().tolist():
-            seen[int(step)] += 1
-        return real(self, state, group, first)
-
-    monkeypatch.setattr(isokron.Shampoo, "refresh", counting)
-    params = [nn.Parameter(torch.randn(4, 4)) for _ in range(8)]
-    optimizer = build(isokron.Shampoo, params, every=4, start=None, **settings)
-    for _ in range(16):
+def refresh_steps(shapes: Any, steps: int, **settings: Any) -> list[list[int]]:
+    """The steps in which Shampoo changes the root of each of some matrices."""
+    params = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    optimizer = build(isokron.Shampoo, params, **settings)
+    roots = [torch.eye(len(param)) for param in params]
+    changed: list[list[int]] = [[] for _ in params]
+    for step in range(1, steps + 1):
         for param in params:
-            param.grad = torch.randn(4, 4)
+            param.grad = torch.randn_like(param)
         optimizer.step()
-    optimizer.state_dict()  # waits for what has begun
-    return seen
+        for i, param in enumerate(params):
+            root = optimizer.state[param]["root.0.0"]
+            if not torch.equal(root, roots[i]):
+                changed[i].append(step)
+                roots[i] = root.clone()
+    return changed
 
 
-def test_staggered_refreshes_are_spread_over_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert turns(monkeypatch) == {4: 8, 8: 8, 12: 8, 16: 8}
-    staggered = turns(monkeypatch, refresh="staggered")
-    assert staggered == dict.fromkeys(range(4, 17), 2)
+COMMON_STEPS: list[tuple[dict[str, Any], list[int]]] = [
+    ({"start": None}, [4]),
+    ({"start": 1}, [1, 2]),
+    ({"start": 2}, [2]),
+    ({"start": 3}, [3]),
+    ({"start": 4}, [4]),
+    ({"start": 6}, [6]),
+    ({"start": None, "warmup": 3}, [1, 2, 3, 7]),
+    ({"start": 1, "warmup": 3}, [1, 2, 3, 4, 5]),
+    ({"start": 2, "every": 10}, [2, 4, 8]),
+    ({"start": 3, "every": 1}, [3]),
+]
 
 
-def test_a_warmup_refreshes_in_every_step_and_counting_begins_after_it(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("settings", "common"), COMMON_STEPS, ids=str)
+def test_blocks_take_turns_after_their_common_refreshes(
+    settings: dict[str, Any], common: list[int]
 ) -> None:
-    assert turns(monkeypatch, warmup=3) == dict.fromkeys([1, 2, 3, 7, 11, 15], 8)
+    settings = {"every": 4, **settings}
+    every, last = settings["every"], common[-1]
+    blocks = refresh_steps([(4, 4)] * 2 * every, last + 3 * every, **settings)
+    assert all(steps[: len(common)] == common for steps in blocks)
+    turns = [steps[len(common) :] for steps in blocks]
+    # the first turn is at most `every` steps after the last common one, and two blocks share each
+    firsts = Counter(steps[0] for steps in turns)
+    assert firsts == dict.fromkeys(range(last + 1, last + every + 1), 2)
+    assert all(steps == [steps[0] + i * every for i in range(3)] for steps in turns)
+
+
+def test_together_blocks_refresh_in_the_same_steps_also_after_a_warmup() -> None:
+    settings = {"every": 4, "start": None, "refresh": "together"}
+    assert refresh_steps([(4, 4)] * 8, 16, **settings) == [[4, 8, 12, 16]] * 8
+    assert refresh_steps([(4, 4)] * 8, 16, warmup=3, **settings) == [[1, 2, 3, 7, 11, 15]] * 8
 
 
 def test_costly_blocks_take_turns_of_their_own() -> None:
-    shapes = [(32, 32)] * 2 + [(4, 4)] * 6
-    params = [nn.Parameter(torch.randn(shape)) for shape in shapes]
-    optimizer = isokron.Shampoo(params, every=4, refresh="staggered")
-    for param in params:
-        param.grad = torch.ones_like(param)
-    optimizer.step()
-    large, small = (batch.phase.tolist() for batch in optimizer._layouts[0].batches)
-    assert large == [0, 1]
-    assert set(small) == {2, 3}
+    shapes = [(32, 32), *[(4, 4)] * 3, (32, 32), *[(4, 4)] * 3]
+    blocks = refresh_steps(shapes, 16, every=4)
+    turns = [steps[-1] % 4 for steps in blocks]
+    large, small = [turns[0], turns[4]], turns[1:4] + turns[5:]
+    assert len({*large}) == 2
+    assert sorted(Counter(small).values()) == [3, 3]
+    assert not {*large} & {*small}
 
 
 @pytest.mark.parametrize("delay", [1, 2, 3])
@@ -417,10 +436,9 @@ def test_a_tolerance_does_not_depend_on_the_scale_of_gradients(scale: float) -> 
     assert not torch.equal(optimizer.state[weight]["basis.0.0"], torch.eye(4))
 
 
-def test_blocks_that_wait_for_their_turn_are_stepped_by_the_grafted_method_alone() -> None:
+def test_blocks_without_an_operator_are_stepped_by_the_grafted_method_alone() -> None:
     weight = nn.Parameter(torch.zeros(4, 8))
-    settings = {"max_dim": 4, "refresh": "staggered", "weight_decay": 0.0}
-    optimizer = build(isokron.Shampoo, [weight], lr=0.01, **settings)
+    optimizer = build(isokron.Shampoo, [weight], lr=0.01, max_dim=4, weight_decay=0.0)
     walk(optimizer, weight, 1e-3 * torch.randn(1, 4, 8))
     blocks = [weight.detach()[:, :4], weight.detach()[:, 4:]]
     for block in blocks:

@@ -164,7 +164,9 @@ class Batch:
         self.shape, self.device, self.dtype = shape, device, dtype
         count = len(rows)
         self.step = torch.zeros(count, dtype=torch.float32, device="cpu")  # gradients seen
-        self.phase = torch.zeros(count, dtype=torch.int64, device="cpu")  # shifts refreshes
+        # staggered refreshes: after step `together` those of a row come so many steps earlier
+        self.shift = torch.zeros(count, dtype=torch.int64, device="cpu")
+        self.together = 0
         self.failures = torch.zeros(count, dtype=torch.int64, device="cpu")  # refreshes, in a row
         self.refreshes = False  # whether there is an operator to refresh
         # 1 where a refresh has ever made an operator; saved with the state
@@ -259,8 +261,8 @@ class Batch:
         return state
 
     def turns(self, rows: Tensor) -> Tensor:
-        """How many gradients rows have seen, less the steps their refreshes are shifted by. [B]"""
-        turns = self.step - self.phase
+        """The steps by which refreshes of rows are due: the gradients seen, shifted. [B]"""
+        turns = self.step + self.shift * (self.step > self.together)
         return turns if rows is self.all_rows else turns[rows]
 
     def saved(self) -> dict[str, Tensor]:

@@ -60,7 +60,7 @@ class Katie(Preconditioned):
         graft: Take the step length of "sgd", "adagrad", "rmsprop" or "adam"; None: that of M̂ ⊘ S.
         every: Steps between refreshes of the roots.
         start: Step of the first refresh; then at 2·start, 4·start, … up to `every`.
-        refresh: "together", "staggered", or a delay in steps; see docs/shampoo.md.
+        refresh: "staggered", "together", or a delay in steps; see docs/shampoo.md.
         max_dim: Longer dimensions are cut into blocks.
         average: "schedule_free" or "primal" averages of the iterates; see docs/engine.md.
         nonfinite: On a gradient that is not finite: "raise", "skip" the step or "ignore" it.
@@ -87,7 +87,7 @@ class Katie(Preconditioned):
         graft: Graft = None,
         every: int = 10,
         start: int | None = 2,
-        refresh: Refresh = "together",
+        refresh: Refresh = "staggered",
         max_dim: int | None = 256,
         average: Average = None,
         nonfinite: Nonfinite = "raise",

@@ -23,7 +23,7 @@ from isokron.optim.averaging import Averages
 from isokron.optim.blocks import Batch, BatchRow
 from isokron.optim.flat_buffer import FlatList, small_and_large
 from isokron.optim.param_groups import gets_method
-from isokron.optim.refresh import staggered_phases
+from isokron.optim.refresh import last_common_step, staggered_shifts
 from isokron.optim.settings import layout_settings, state_dtype
 
 Group = Mapping[str, Any]
@@ -159,6 +159,7 @@ def build_layout(
         keys: the optimizer's settings; what else a user keeps in a group changes nothing.
         loads: the work that ranks have for the groups before.
     """
+    blocks: list[BatchRow] = []
     rows: dict[Kind, list[BatchRow]] = {}
     lists: dict[Kind, list[Tensor]] = {}
     places: dict[Tensor, Place] = {}
@@ -179,7 +180,8 @@ def build_layout(
             lists.setdefault(kind, []).append(param)
             continue
         for number, block in enumerate(cut(param.shape, group)):
-            rows.setdefault((block.shape, *kind), []).append(BatchRow(param, block, number))
+            blocks.append(BatchRow(param, block, number))
+            rows.setdefault((block.shape, *kind), []).append(blocks[-1])
     loads = {ranks: list(load) for ranks, load in (loads or {}).items()}
     owners = _owners(rows, places, group, agreement, loads, by_layer, work) if places else {}
     waves = []
@@ -201,12 +203,12 @@ def build_layout(
         loads,
     )
     if group["refresh"] == "staggered":
-        # phases of all blocks, also of other ranks' ones, so that ranks step as one process does
-        blocks = [row for equal in rows.values() for row in equal]
-        turns = staggered_phases([row.block.shape for row in blocks], group)
-        phases = {(r.param, r.number): turn for r, turn in zip(blocks, turns, strict=True)}
+        # of all blocks in the order of parameters, whoever owns them: ranks step as one process
+        shifts = staggered_shifts([row.block.shape for row in blocks], group, work)
+        by_block = {(r.param, r.number): shift for r, shift in zip(blocks, shifts, strict=True)}
         for batch in layout.batches:
-            batch.phase = torch.tensor([phases[r.param, r.number] for r in batch.rows])
+            batch.shift[:] = torch.tensor([by_block[r.param, r.number] for r in batch.rows])
+            batch.together = last_common_step(group)
     return layout
 
 

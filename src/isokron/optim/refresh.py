@@ -1,14 +1,16 @@
 """Schedule of refreshes, refreshes in the step or on a thread, and failed refreshes.
 
 A block is refreshed at `start`, 2·start, 4·start, … and then every `every` steps; through `warmup`
-in every step. `refresh`: all blocks "together", "staggered" over the steps, or on a thread with the
-result taking effect a fixed number of steps later. A row whose new operator is not finite keeps the
-old one, and the failure is counted.
+in every step. `refresh`: "staggered", after start·2ᵏ < every blocks take turns; "together", all
+blocks refresh in the same step; n, on a thread, and the result takes effect n steps later. A row
+whose new operator is not finite keeps the old one, and the failure is counted.
 """
 
+import heapq
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -17,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from isokron.distributed.block_owners import refresh_cost
 from isokron.linalg import compute_alone, sent, surely_all
 from isokron.optim.blocks import Batch, BatchRow
 from isokron.optim.settings import param_name, refresh_delay
@@ -68,20 +71,37 @@ def rows_where(condition: Callable[[int, Group], bool], turns: Tensor, group: Gr
     return torch.tensor([answers[turn] for turn in values], dtype=torch.bool, device="cpu")
 
 
-def staggered_phases(shapes: Sequence[tuple[int, ...]], group: Group) -> list[int]:
-    """A shift for each block's refreshes that spreads their cost, Σ dᵢ³, over `every` steps.
+def last_common_step(group: Group) -> int:
+    """The step up to which staggered blocks refresh together: warmup + start·2ᵏ, the last < every.
 
-    The costliest blocks come first, each at the step with the least to do. The shifts depend on the
-    shapes alone, so that a resumed run has the same.
+    Until then curvature changes fast and no block may be without an operator. The `every` steps
+    after it are one round of turns, so that no block waits longer than `every` steps for its turn.
     """
-    longest = group["max_dim"] or max((max(shape) for shape in shapes), default=1)
-    costs = {s: sum(float(d) ** 3 for d in s if d <= longest) for s in set(shapes)}
-    load = [0.0] * group["every"]
-    phases = [0] * len(shapes)
-    for i in sorted(range(len(shapes)), key=lambda i: -costs[shapes[i]]):
-        phases[i] = load.index(min(load))
-        load[phases[i]] += costs[shapes[i]]
-    return phases
+    step = group["start"] or group["every"]
+    while 2 * step < group["every"]:
+        step *= 2
+    return group["warmup"] + step
+
+
+def staggered_shifts(shapes: Sequence[tuple[int, ...]], group: Group, work: str) -> list[int]:
+    """By how many steps, 0 to every − 1, each block's refreshes come earlier than t mod every = 0.
+
+    The costliest shapes come first, each block at the step with the least to do. The shifts depend
+    on the shapes alone, so that a resumed run, on any number of ranks, has the same.
+    """
+    counts = Counter(shapes)
+    costs = {shape: refresh_cost(shape, group, work) for shape in counts}
+    loads = [(0.0, shift) for shift in range(min(group["every"], len(shapes)))]  # a heap
+    shifts: dict[tuple[int, ...], Iterator[int]] = {}
+    for shape in sorted(counts, key=lambda shape: -costs[shape]):
+        chosen = []
+        for _ in range(counts[shape]):
+            load, shift = loads[0]
+            chosen.append(shift)
+            heapq.heapreplace(loads, (load + costs[shape], shift))
+        # equal blocks in a row share a step: their owners differ, so that ranks work side by side
+        shifts[shape] = iter(sorted(chosen))
+    return [next(shifts[shape]) for shape in shapes]
 
 
 class Refreshing(Protocol):

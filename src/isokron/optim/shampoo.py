@@ -52,7 +52,7 @@ class Shampoo(Preconditioned):
         graft: Take the step length of "sgd", "adagrad", "rmsprop" or "adam"; None: Shampoo's own.
         every: Steps between refreshes of the roots.
         start: Step of the first refresh; then at 2·start, 4·start, … up to `every`.
-        refresh: "together", "staggered", or a delay in steps; see docs/shampoo.md.
+        refresh: "staggered", "together", or a delay in steps; see docs/shampoo.md.
         max_dim: Longer dimensions are cut into blocks.
         average: "schedule_free" or "primal" averages of the iterates; see docs/engine.md.
         nonfinite: On a gradient that is not finite: "raise", "skip" the step or "ignore" it.
@@ -80,7 +80,7 @@ class Shampoo(Preconditioned):
         graft: Graft = "adam",
         every: int = 10,
         start: int | None = 2,
-        refresh: Refresh = "together",
+        refresh: Refresh = "staggered",
         max_dim: int | None = 256,
         average: Average = None,
         nonfinite: Nonfinite = "raise",
