@@ -175,7 +175,8 @@ def _add_blocks(
         costs.state[:] += owned * (state_bytes(batch.saved()) // len(batch.rows))
         if batch.refreshes or work == "polar":
             flops = refresh_cost(shape, group, work) / group["every"]
-            np.add.at(refreshes, (turns[kind] or 0, owner), flops)
+            turn = np.array(turns[kind]) if turns[kind] else np.zeros_like(owner)
+            np.add.at(refreshes, (turn, owner), flops)
         if sharded:
             l2 = group["weight_decay"] and group["decay"] == "l2"  # parameters are sent too
             there = (layout.communication or dtype).itemsize * (2 if l2 else 1)
