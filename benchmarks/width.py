@@ -1,6 +1,6 @@
 """Does the best learning rate of a narrow model carry over to a wide one?
 
-    python benchmarks/width.py [--widths 512,128,256] [--optimizers adamw,muon]
+    python benchmarks/width.py [--widths 256,512] [--optimizers adamw,muon]
 
 Byte transformers of 2 layers and heads of 16 dimensions are trained on speeches: 50 steps of 8 x 64
 bytes, linear warmup and a cosine, one seed, one thread. Learning rates are powers of two; a sweep
@@ -103,7 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--widths", default="512")
+    parser.add_argument("--widths", default="256,512")
     parser.add_argument("--optimizers", default=",".join(CLASSES))
     args = parser.parse_args()
     torch.set_num_threads(1)
