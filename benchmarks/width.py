@@ -1,25 +1,28 @@
 """Does the best learning rate of a narrow model carry over to a wide one?
 
-    python benchmarks/width.py [--widths 512,128,256] [--optimizers adamw,muon]
+    python benchmarks/width.py [--widths 256,512] [--optimizers adamw,muon]
 
 Byte transformers of 2 layers and heads of 16 dimensions are trained on speeches: 50 steps of 8 x 64
 bytes, linear warmup and a cosine, one seed, one thread. Learning rates are powers of two; a sweep
 is extended until its best rate has a worse one on either side. Width 64 is the base; every other
 width is swept with `param_groups(model, base_shapes=base)` and without. Prints the best rates, and
-writes the losses of the widest model to docs/width.svg. Runs are in docs/benchmarks/width.json,
-written after each; what is there is not trained again.
+by how much more an update changes outputs as the width grows; writes the losses of the widest model
+to docs/width.svg. Runs are in docs/benchmarks/width.json, written after each; what is there is not
+trained again.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from records import FOLDER, Records
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import isokron
@@ -68,7 +71,7 @@ def train(optimizer: str, width: int, scaled: bool, exponent: int) -> dict[str, 
 
 
 def sweep(
-    records: Records, optimizer: str, width: int, scaled: bool, exponents: Sequence[int]
+    records: Records, optimizer: str, width: int, scaled: bool, exponents: Iterable[int]
 ) -> Losses:
     """Losses at these rates, and at further ones until the best is not at an end."""
     losses: Losses = {}
@@ -100,7 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--widths", default="512")
+    parser.add_argument("--widths", default="256,512")
     parser.add_argument("--optimizers", default=",".join(CLASSES))
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -113,14 +116,58 @@ def main() -> None:
         for scaled in (True, False):
             for name in optimizers:
                 best = best_rate(base[name])
-                # without base_shapes the best rate falls by a factor between √(width/64) and
-                # width/64
+                # without base_shapes the best rate falls as a power of the width, from ½ to 1
                 middle = best if scaled else best - round(0.7 * math.log2(width / BASE))
-                start = (*neighbours(middle), middle)
+                start = dict.fromkeys((*neighbours(middle), middle, best))
                 sweeps[name, width, scaled] = sweep(records, name, width, scaled, start)
     print_table(base, sweeps)
+    print_changes(records, optimizers, (128, 256, 512))
     svg = standalone(plot(base, sweeps, max(widths)))
     write_atomically(FOLDER.parent / "width.svg", [svg.encode()])
+
+
+def output_change(optimizer: str, width: int) -> dict[str, Any]:
+    """RMS of UX over that of X, U the update of step 8 at lr = 1 and X a hidden matrix's inputs.
+
+    The geometric mean over all hidden matrices, without base_shapes.
+    """
+    task, model, lr = load("speeches-tiny"), make_model(width), 1e-4
+    stepper = CLASSES[optimizer](isokron.param_groups(model), lr=lr, weight_decay=0.0)
+    inputs: dict[nn.Module, Tensor] = {}
+    layers = [layer for layer in model.blocks.modules() if isinstance(layer, nn.Linear)]
+    for layer in layers:
+        layer.register_forward_hook(lambda layer, x, _: inputs.update({layer: x[0].detach()}))
+    for indices in batch_order(len(task.train), BATCH, 8, seed=0):
+        before = [layer.weight.detach().clone() for layer in layers]
+        task.losses(model, task.train.batch(indices)).mean().backward()
+        stepper.step()
+        stepper.zero_grad()
+    logs = []
+    for layer, old in zip(layers, before, strict=True):
+        change = inputs[layer] @ (layer.weight.detach() - old).T / lr
+        ratio = change.square().mean() / inputs[layer].square().mean()
+        logs.append(0.5 * ratio.log().item())
+    return {"change": math.exp(statistics.fmean(logs))}
+
+
+def print_changes(records: Records, optimizers: Sequence[str], widths: Sequence[int]) -> None:
+    """By which factor outputs change more than at the base width, and what lr_scale assumes."""
+    print("\n| | " + " | ".join(f"{width}: measured | rule" for width in widths) + " |")
+    print("|---" * (1 + 2 * len(widths)) + "|")
+    for name in optimizers:
+        changes = {
+            width: records.once(
+                partial(output_change, name, width), measure="change", optimizer=name, width=width
+            )["change"]
+            for width in (BASE, *widths)
+        }
+        cells = []
+        for width in widths:
+            groups = isokron.param_groups(make_model(width), base_shapes=make_model(BASE))
+            by_name = {n: g for g in CLASSES[name](groups).param_groups for n in g["param_names"]}
+            scale = by_name["blocks.0.query.weight"]["lr_scale"]
+            cells.append(f"{changes[width] / changes[BASE]:.2f} | {1 / scale:.2f}")
+        print(f"| {name} | " + " | ".join(cells) + " |")
 
 
 def print_table(base: dict[str, Losses], sweeps: dict[tuple[str, int, bool], Losses]) -> None:
