@@ -25,7 +25,11 @@ from isokron.optim import AdamW, NaturalGradient, param_groups
 from isokron.optim.blocks import BatchRow
 from isokron.optim.layout import GroupLayout, waves_of
 from isokron.optim.preconditioned import Group, Preconditioned
+from isokron.optim.refresh import staggered_shifts
 from isokron.report.render import finite
+
+# Later turns are counted as the first ones again, which bounds the memory of a plan.
+MAX_TURNS = 1000
 
 Kind = tuple[Any, ...]  # of a block: its shape, the parameter's dtype, whether it is sharded
 
@@ -63,7 +67,8 @@ class RankCosts(NamedTuple):
     """Costs of every rank that shares one copy of the state. [R] each
 
     `state`: bytes. `sent`: bytes a step, NaN if unknown. `blocks`: how many the rank owns.
-    `decompositions`, `products`: flops of refreshes a step.
+    `decompositions`, `products`: flops of refreshes a step, by the turn in which blocks are
+    refreshed; without turns, in row 0. [T, R]
     """
 
     state: np.ndarray
@@ -76,7 +81,9 @@ class RankCosts(NamedTuple):
 def plan(optimizer: torch.optim.Optimizer, layout: RankLayout) -> RankCosts:
     """Costs of a step in which all parameters have gradients."""
     state, sent, blocks = np.zeros((3, layout.size), dtype=np.int64)
-    costs = RankCosts(state, sent, blocks, *np.zeros((2, layout.size)))
+    staggered = [g["every"] for g in optimizer.param_groups if g.get("refresh") == "staggered"]
+    turns = min(max(staggered, default=1), MAX_TURNS)
+    costs = RankCosts(state, sent, blocks, *np.zeros((2, turns, layout.size)))
     costs.sent[:] = sent_by_reduce(AGREEMENT_BYTES, layout.ranks)
     if isinstance(optimizer, NaturalGradient):
         return _natural_gradient(costs, optimizer, layout)
@@ -121,7 +128,7 @@ def _natural_gradient(costs: RankCosts, optimizer: Any, layout: RankLayout) -> R
     bases = [value for entry in entries for key, value in entry.items() if "basis." in key]
     flops = [EIGEN_FLOPS * len(basis) * basis.size(-1) ** 3 for basis in bases]
     owners = assign(flops, range(len(flops)), [0.0] * layout.size)
-    np.add.at(costs.decompositions, owners, np.divide(flops, optimizer.param_groups[0]["every"]))
+    np.add.at(costs.decompositions[0], owners, np.divide(flops, optimizer.param_groups[0]["every"]))
     np.add.at(costs.blocks, owners, 1)
     return costs._replace(sent=np.full(layout.size, np.nan))
 
@@ -140,6 +147,7 @@ def _add_blocks(
     by_layer = type(optimizer).directions is not Preconditioned.directions
     rows: dict[Kind, list[BatchRow]] = {}  # as the engine has them
     parts: dict[Kind, list[tuple[np.ndarray, np.ndarray]]] = {}  # see _held; by parameter
+    sequence: list[Kind] = []  # of all blocks, in the order of parameters
     cut = _cut(sample, layout)
     for param in params:
         for kind, (equal, held) in cut[_form(param)].items():
@@ -147,20 +155,28 @@ def _add_blocks(
             # whose a block is matters only where one rank owns all blocks of a layer
             named = [BatchRow(param, row.block, 0) for row in equal if by_layer]
             rows.setdefault(kind, []).extend(named or equal)
+            sequence += [kind] * len(equal)
     counts = [len(equal) for equal in rows.values()]
     keys = [(id(r.param), r.block.part) for equal in rows.values() for r in equal if by_layer]
-    flops = np.repeat([block_cost(kind[0], group, work) for kind in rows], counts)
-    assigned = np.array(assign(flops.tolist(), keys or range(len(flops)), loads))
+    work_costs = np.repeat([block_cost(kind[0], group, work) for kind in rows], counts)
+    assigned = np.array(assign(work_costs.tolist(), keys or range(len(work_costs)), loads))
     owners = dict(zip(rows, np.split(assigned, np.cumsum(counts)[:-1]), strict=True))
     batches = {_kind(batch.rows[0], layout): batch for batch in sample.batches}
     refreshes = costs.decompositions if work == "eigen" else costs.products
+    turns: dict[Kind, list[int]] = {kind: [] for kind in rows}
+    if group["refresh"] == "staggered":
+        shifts = staggered_shifts([kind[0] for kind in sequence], group, work)
+        for kind, shift in zip(sequence, shifts, strict=True):
+            turns[kind].append(shift % len(refreshes))
     for kind, owner in owners.items():
         (shape, dtype, sharded), batch = kind, batches[kind]
         owned = np.bincount(owner, minlength=layout.size)
         costs.blocks[:] += owned
         costs.state[:] += owned * (state_bytes(batch.saved()) // len(batch.rows))
         if batch.refreshes or work == "polar":
-            refreshes[:] += owned * refresh_cost(shape, group, work) / group["every"]
+            flops = refresh_cost(shape, group, work) / group["every"]
+            where: Any = (turns[kind] or 0, owner)
+            np.add.at(refreshes, where, flops)
         if sharded:
             l2 = group["weight_decay"] and group["decay"] == "l2"  # parameters are sent too
             there = (layout.communication or dtype).itemsize * (2 if l2 else 1)
@@ -278,8 +294,11 @@ def report(
     for spec, costs in planned.items():
         row: dict[str, Any] = {"optimizer": spec}
         refresh = costs.decompositions / speed.decompositions + costs.products / speed.products
-        for key, values in (("state", costs.state), ("sent", costs.sent), ("refresh", refresh)):
+        for key, values in (("state", costs.state), ("sent", costs.sent)):
             row |= {f"{key}_mean": values.mean().item(), f"{key}_worst": values.max().item()}
+        # in every turn all ranks wait for the slowest one
+        row["refresh_mean"] = refresh.sum(0).mean().item()
+        row["refresh_worst"] = refresh.max(1).sum().item()
         row["of_adamw"] = row["state_worst"] / adamw.state.max().item()
         row["owners"] = int(np.count_nonzero(costs.blocks)) * (layout.ranks // layout.size)
         rows.append(row)
