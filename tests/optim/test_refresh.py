@@ -187,21 +187,24 @@ def test_a_parameter_without_gradients_for_fifty_steps_goes_on_where_it_was(meth
     torch.testing.assert_close(pair[1], alone, rtol=1e-4, atol=1e-5)
 
 
-def refresh_steps(shapes: Any, steps: int, **settings: Any) -> list[list[int]]:
-    """The steps in which Shampoo changes the root of each of some matrices."""
+def refresh_steps(
+    shapes: Any, steps: int, method: Any = isokron.Shampoo, **settings: Any
+) -> list[list[int]]:
+    """The steps in which a method changes its operator of each of some matrices."""
     params = [nn.Parameter(torch.randn(shape)) for shape in shapes]
-    optimizer = build(isokron.Shampoo, params, **settings)
-    roots = [torch.eye(len(param)) for param in params]
+    optimizer = build(method, params, **settings)
+    key = "basis.0.0" if method is isokron.SOAP else "root.0.0"
+    operators = [torch.eye(len(param)) for param in params]
     changed: list[list[int]] = [[] for _ in params]
     for step in range(1, steps + 1):
         for param in params:
             param.grad = torch.randn_like(param)
         optimizer.step()
         for i, param in enumerate(params):
-            root = optimizer.state[param]["root.0.0"]
-            if not torch.equal(root, roots[i]):
+            operator = optimizer.state[param][key]
+            if not torch.equal(operator, operators[i]):
                 changed[i].append(step)
-                roots[i] = root.clone()
+                operators[i] = operator.clone()
     return changed
 
 
@@ -240,9 +243,10 @@ def test_together_blocks_refresh_in_the_same_steps_also_after_a_warmup() -> None
     assert refresh_steps([(4, 4)] * 8, 16, warmup=3, **settings) == [[1, 2, 3, 7, 11, 15]] * 8
 
 
-def test_costly_blocks_take_turns_of_their_own() -> None:
+@every_method
+def test_costly_blocks_take_turns_of_their_own(method: Any) -> None:
     shapes = [(32, 32), *[(4, 4)] * 3, (32, 32), *[(4, 4)] * 3]
-    blocks = refresh_steps(shapes, 16, every=4)
+    blocks = refresh_steps(shapes, 16, method, every=4)
     turns = [steps[-1] % 4 for steps in blocks]
     large, small = [turns[0], turns[4]], turns[1:4] + turns[5:]
     assert len({*large}) == 2
