@@ -70,8 +70,9 @@ class DeviceTensor(torch.Tensor):
             kwargs["device"] = "cpu"
         raw_kwargs = {key: _raw(value, func) for key, value in kwargs.items()}
         result = func(*[_raw(value, func) for value in args], **raw_kwargs)
-        if func._schema.name.endswith("_") and isinstance(args[0], cls):
-            return args[0]  # in place: the same tensor comes back
+        # in place: the same tensor comes back; __and__ and the like are not
+        if func._schema.is_mutable and isinstance(args[0], cls) and result is args[0].raw:
+            return args[0]
         return _wrapped(result)
 
 

@@ -168,7 +168,9 @@ def test_owned_blocks_of_whole_parameters_step_as_in_one_process(ranks: int) -> 
 )
 def test_sharded_parameters_step_as_in_one_process(shape: tuple[int, ...], layout: str) -> None:
     ranks = torch.Size(shape).numel()
-    numbers = chosen(ranks)
+    # moments in 8 bits are refused for parameters cut by columns
+    small = "1" not in layout
+    numbers = [i for i in chosen(ranks) if small or not CASES[i].name.endswith("-small")]
     for found in run(ranks, sharded_parameters, numbers, shape, layout):
         compare(numbers, found)
 
@@ -309,4 +311,4 @@ def columns_in_8bit() -> str:
 
 def test_columns_of_parameters_are_not_stepped_with_moments_in_8_bits() -> None:
     for text in run(2, columns_in_8bit):
-        assert "sharded along their first dimension, got dimension 1; set moments=None" in text
+        assert "sharded along their first dimension, got dimensions [1] of shape" in text

@@ -74,8 +74,9 @@ def test_soap_at_a_rate_of_adamw_trains_as_well_or_better(name: str) -> None:
 
 @pytest.mark.parametrize("method", [isokron.SOAP, isokron.Shampoo, isokron.Katie])
 @pytest.mark.parametrize("name", ["digits-tiny", "speeches-tiny"])
-def test_defaults_train_better_than_adamws(name: str, method: Any) -> None:
-    assert mean_loss(name, method) < mean_loss(name, torch.optim.AdamW)
+def test_ten_times_the_rate_of_adamw_trains_better_than_it(name: str, method: Any) -> None:
+    yardstick = mean_loss(name, torch.optim.AdamW)  # at its default, 1e-3
+    assert mean_loss(name, lambda params: method(params, lr=1e-2)) < yardstick
 
 
 @pytest.mark.parametrize("name", ["SOAP", "Shampoo", "Katie", "Muon"])

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from isokron.linalg import sent
+
 BLOCK = 256  # values that share a scale
 SHIFT = 13  # mantissa bits of a float32 that its nearest code is not looked up by; 10 remain
 DROPPED = 16  # bits of a float32 that bfloat16 does not have
@@ -37,7 +39,7 @@ def _tables(signed: bool, device: torch.device) -> tuple[Tensor, Tensor, int]:
     if signed:
         levels = torch.cat([-levels[1:].flip(0), levels])
     codes = nearest.to(torch.int8 if signed else torch.uint8)
-    return levels.float().to(device), codes.to(device), first
+    return sent(levels.float(), device), sent(codes, device), first
 
 
 def quantize(x: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
@@ -85,7 +87,7 @@ def stochastic_bfloat16(x: Tensor, seeds: Tensor) -> Tensor:
     and of an element's position in its row, so resumed runs and other ranks draw the same.
     """
     rows = x.float().reshape(len(seeds), x.numel() // max(1, len(seeds))).contiguous()
-    bits = rows.view(torch.int32) + _random_bits(rows.size(1), seeds.to(x.device))
+    bits = rows.view(torch.int32) + _random_bits(rows.size(1), sent(seeds, x.device))
     bits &= -1 << DROPPED
     return bits.view(torch.float32).view(x.shape).to(torch.bfloat16)
 
