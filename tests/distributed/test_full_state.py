@@ -283,7 +283,8 @@ def grown(layout: str, to_rank: int | None) -> tuple[int, int]:
     return peak, sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-SLACK = 12 << 20  # Python, threads of gloo, what malloc rounds
+# Python, threads of gloo, what malloc rounds, and what faster ranks have sent on a busy machine
+SLACK = 24 << 20
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
