@@ -255,7 +255,9 @@ def figure(name: str, optimizers: tuple[str, ...], by: str) -> Plot | None:
     """Evaluation loss of the best settings at 16x, by "step" or by "time" of training."""
     study = Study(name)
     lines = []
-    for colour, optimizer in enumerate(("adamw", *optimizers)):
+    # peers only in the table: a plot has no more colours
+    names = [name for name in ("adamw", *optimizers) if ":" not in name]
+    for colour, optimizer in enumerate(names):
         setting, seconds = study.chosen(optimizer), study.times.get(optimizer)
         if setting is None or (by == "time" and seconds is None):
             continue
