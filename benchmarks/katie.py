@@ -64,15 +64,16 @@ def study(name: str, records: Records) -> dict[str, tuple[float, list[float]]]:
     """Variant → best learning rate, final losses over seeds."""
     task = load(name)
     outcome = {}
+
+    def final(spec: str, lr: float, seed: int) -> float:
+        key = {"task": name, "optimizer": spec, "lr": lr, "seed": seed, "scale": 1.0}
+        record = records.once(partial(run, task, spec, lr, seed), **key)
+        return math.inf if record["final"] is None else record["final"]
+
     for label, spec in VARIANTS.items():
-
-        def final(lr: float, seed: int, spec: str = spec) -> float:
-            key = {"task": name, "optimizer": spec, "lr": lr, "seed": seed, "scale": 1.0}
-            record = records.once(partial(run, task, spec, lr, seed), **key)
-            return math.inf if record["final"] is None else record["final"]
-
-        best = min(LRS, key=lambda lr, final=final: final(lr, 0))  # type: ignore[misc]
-        outcome[label] = (best, [final(best, seed) for seed in range(SEEDS)])
+        losses = {lr: final(spec, lr, 0) for lr in LRS}
+        best = min(losses, key=losses.__getitem__)
+        outcome[label] = (best, [final(spec, best, seed) for seed in range(SEEDS)])
     for label in ("Katie as it is", "raw statistics"):
         spec, lr = VARIANTS[label], outcome[label][0]
         for scale in SCALES:

@@ -5,8 +5,8 @@
 Each optimizer is trained with the lr and weight_decay of an AdamW run, on three tasks from scratch
 (lr 3e-4, 1e-3, 3e-3; two seeds) and in a fine-tune of the last four layers of SmolLM2-135M on
 speeches (lr 3e-4, 1e-3; 24 steps of 4 x 128 tokens; from its package, see pretrained.py). The
-table has final losses, and the RMS of an update divided by lr, relative to AdamW's. Results are in
-docs/benchmarks/learning_rate.json, written after every run; what is there is not trained again.
+table has final losses, and the RMS of an update at the lowest lr, relative to AdamW's. Results are
+in docs/benchmarks/learning_rate.json, written after every run; what is there is not trained again.
 """
 
 from __future__ import annotations
@@ -155,8 +155,8 @@ def row(records: Records, name: str, spec: str) -> str:
 
     losses = [mean(spec, lr, "final") for lr in LRS[name]]
     cells = ["diverged" if loss is None else f"{loss:.3f}" for loss in losses]
-    middle = LRS[name][1]
-    rms, adamw = mean(spec, middle, "rms"), mean("adamw", middle, "rms")
+    lowest = LRS[name][0]
+    rms, adamw = mean(spec, lowest, "rms"), mean("adamw", lowest, "rms")
     ratio = f"{rms / adamw:.2f}" if rms and adamw else ""
     return f"| {spec} | " + " | ".join(cells) + f" | {ratio} |"
 

@@ -12,6 +12,7 @@ import json
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.func import functional_call
 
 import isokron
 from isokron import tasks
+from isokron.files import write_json
 from isokron.optimizers_by_name import Entrant
 from isokron.race.train import optimizer_bytes, train
 from isokron.tasks import Task
@@ -74,9 +76,9 @@ def entrant(name: str, form: str) -> Entrant:
     return Entrant(f"{name}, {form}", build, (lr,))
 
 
-def counted(name: str, form: str) -> int:
-    """Bytes of state after one step of a task that takes long to train."""
-    model = tasks.load(MEASURED).model()
+def counted(task: str, name: str, form: str) -> int:
+    """Bytes of state after one step."""
+    model = tasks.load(task).model()
     optimizer = entrant(name, form).build(model, 1e-3)
     for param in model.parameters():
         param.grad = torch.ones_like(param)
@@ -97,11 +99,12 @@ def planned(seeds: int) -> Iterable[tuple[str, str, str, int]]:
 def measure(out: Path, seeds: int) -> None:
     """Run what is missing in a file."""
     results: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
+    out.parent.mkdir(parents=True, exist_ok=True)
     bytes_of = results.setdefault("bytes", {})
     losses = results.setdefault("losses", {})
-    for form in ("float32", "small"):
-        for name in OPTIMIZERS:
-            bytes_of.setdefault(f"{MEASURED}, {name}, {form}", counted(name, form))
+    for case in product((MEASURED, *STEPS), OPTIMIZERS, ("float32", "small")):
+        bytes_of[", ".join(case)] = counted(*case)
+    write_json(out, results)
     loaded: dict[str, Task] = {}
     for task_name, name, form, seed in planned(seeds):
         key = f"{task_name}, {name}, {form}"
@@ -112,10 +115,8 @@ def measure(out: Path, seeds: int) -> None:
             task = replace(task, model=in_bfloat16(task.model))
         run = train(task, entrant(name, form), OPTIMIZERS[name][1], seed, STEPS[task_name])
         losses[key][str(seed)] = run.final
-        bytes_of[key] = run.optimizer_bytes
         print(f"{key}, seed {seed}: {run.final:.4f} {run.message or ''}", flush=True)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(results, indent=1) + "\n")
+        write_json(out, results)
 
 
 def tables(results: dict[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """The cost of one optimizer step at 135M parameters: the shapes of SmolLM2, random gradients.
 
-    python benchmarks/step_135m.py [--layers 30] [--optimizers muon,soap] [--steps 20]
+    python benchmarks/step_135m.py [--layers 30] [--optimizers muon,soap] [--steps 30]
 
 Steps are timed from the eleventh on, when a method that refreshes every ten steps has its rhythm:
 the median, the longest, and the mean step; and the share of the peak of float32 products (1,024 x
