@@ -111,7 +111,7 @@ def write(model: nn.Module, prompt: str, length: int = 240, temperature: float =
     return bytes(tokens[0].tolist()).decode(errors="replace")
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """x + attention(norm(x)), then x + feed-forward(norm(x))."""
 
     def __init__(self, width: int, heads: int) -> None:
@@ -148,7 +148,7 @@ class ByteTransformer(nn.Module):
         self.context = context
         self.tokens = nn.Embedding(256, width)
         self.positions = nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(TransformerBlock(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, 256, bias=False)
         for embedding in (self.tokens, self.positions):
@@ -156,7 +156,7 @@ class ByteTransformer(nn.Module):
             nn.init.normal_(embedding.weight, std=0.3)
         nn.init.normal_(self.head.weight, std=0.02)  # starts near the uniform guess, ln 256 nats
         for block in self.blocks:
-            assert isinstance(block, Block)
+            assert isinstance(block, TransformerBlock)
             for linear in (block.out, block.down):
                 # the sum of 2·layers branches has the variance of one
                 linear.weight.data.div_((2 * layers) ** 0.5)
