@@ -120,6 +120,8 @@ def test_wrong_calls_are_told_in_one_line_and_leave_nothing(isokron: Call, tmp_p
         ],
         "'--max-side': Input should be greater than or equal to 1": [*TASK, "--max-side", "0"],
         "--dim needs a store and --no-store forbids": [*TASK, *asked, "--no-store", "--dim", "4"],
+        "--refine needs exact scores": [*TASK, *asked, "--refine", "2", "--dim", "4"],
+        "'--refine': Input should be greater than or equal to 0": [*TASK, "--refine", "-1"],
         "--weights are already trained": [*TASK, *asked, "--weights", "w.safetensors"],
         "--device 'nope' cannot be used": [*TASK, *asked, "--device", "nope"],
         "no task named": ["--task", "nothing", *asked],
@@ -179,6 +181,18 @@ def test_a_different_command_in_the_same_folder_is_refused(isokron: Call) -> Non
     fails(isokron("fit", "run", *TASK[:2], "--steps", "4"), 2, "steps was 3, is 4; give a new")
     fails(isokron("fit", "run", *TASK, "--method", "tkfac"), 1, "method was 'kfac', is 'tkfac'")
     fails(isokron("score", "run", "--query", "eval:0", "--store"), 1, "has no store; build one")
+
+
+def test_scores_are_refined(isokron: Call, tmp_path: Path) -> None:
+    options = [*TASK, "--layers", "*,!table", "--query", "eval:0", "--refine", "3"]
+    code, _, err = isokron("attribute", "run", *options)
+    assert code == 0, err
+    assert "scores: exact; --refine needs exact scores" in err
+    (path,) = (tmp_path / "run" / "scores").glob("*.json")
+    record = json.loads(path.read_text())
+    assert record["method"]["refine"]["steps"] == 3
+    assert "--refine 3" in record["command"]
+    fails(isokron("score", "run", "--self", "--refine", "2"), 2, "--self goes with --top")
 
 
 def test_self_influence_is_written(isokron: Call, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from isokron.attribution.data import Data, Subject, hash_of, show_example, sprea
 from isokron.attribution.evaluate import Noise
 from isokron.attribution.memory import Budget, MemoryPlan
 from isokron.attribution.queries import Query, as_queries
+from isokron.attribution.refinement import RefinedScorer, check_refinable
 from isokron.attribution.results import Explanation, Scores, check_finite, token_table
 from isokron.attribution.run_folder import RunFolder
 from isokron.attribution.scorers import ExactScorer, Scored, StoreScorer
@@ -207,10 +208,12 @@ class Attributor:
             self._inverses[damping] = self.curvature.damped_inverse(damping)
         return self._inverses[damping]
 
-    def memory_plan(self, method: str | None = None, queries: Sequence[Query] = ()) -> MemoryPlan:
+    def memory_plan(
+        self, method: str | None = None, queries: Sequence[Query] = (), *, refine: int = 0
+    ) -> MemoryPlan:
         """What a run with this curvature and these queries needs, computed before any pass."""
         stage = self.folder.stage("fit") or {"method": "kfac"}
-        return self.budget.plan(method or stage["method"], queries)
+        return self.budget.plan(method or stage["method"], queries, refine=bool(refine))
 
     def choose(self, queries: Sequence[Query]) -> tuple[bool, str]:
         """Whether a store is cheaper than exact scores for these queries, and why."""
@@ -306,6 +309,7 @@ class Attributor:
         by_layer: bool = False,
         damping: float | None = None,
         store: bool | None = None,
+        refine: int = 0,
         top: int = 10,
         verify: bool = False,
         name: str | None = None,
@@ -326,6 +330,8 @@ class Attributor:
                 that of the store.
             store: score with the store (True) or exactly (False); default: with the store if there
                 is one.
+            refine: passes over the data to replace H by the exact Gauss–Newton matrix, by
+                conjugate gradients; 0: none. Needs one of `isokron.losses`, and exact scores.
             top: number of proponents and of opponents to write per query.
             verify: take a real training step on the top examples and measure the query's loss.
             name: file name of the results; default: a hash of queries and settings.
@@ -342,31 +348,56 @@ class Attributor:
         use_store = self.folder.stage("build") is not None if store is None else store
         settings: dict[str, Any] = {"mode": mode, "unit": unit, "by_layer": by_layer}
         settings |= {"damping": self._damping(damping, use_store), "store": use_store}
-        settings |= {"top": top, "verify": verify}
-        scored, noise = self._scored(asked, settings)
+        settings |= {"top": top, "verify": verify, "refine": refine}
+        self._check_refine(settings)
+        exact = self.exact
+        if refine:
+            assert self.curvature is not None
+            exact = RefinedScorer(self.subject, self.inverse, self.curvature, refine)
+        scored, noise = self._scored(asked, settings, exact)
         check_finite(scored.scores, asked, self.data.ids)
-        scorer = self._store_scorer() if use_store else self.exact
+        scorer = self._store_scorer() if use_store else exact
         result = scored.scores.as_subclass(Scores)
         result.ids, result.noise, result.answers = self.data.ids, noise, []
         result.layers = tuple(layer.name for layer in scorer.subject.layers)
         result.why = why or ("the run has a store" if use_store else "the default")
         layered = {**settings, "by_layer": True}
-        result.compute_by_layer = lambda: self._scored(asked, layered)[0].by_layer
-        result.compute_tokens = lambda: token_table(self.exact, asked, result, settings)
+        result.compute_by_layer = lambda: self._scored(asked, layered, exact)[0].by_layer
+        result.compute_tokens = lambda: token_table(exact, asked, result, settings)
+        result.refinement = exact.record() if isinstance(exact, RefinedScorer) else None
         if scored.by_layer is not None:
             result.by_layer = scored.by_layer
         if save:
             assert scored.losses is not None
-            explanation = Explanation(self, asked, result, settings, scored.losses)
+            explanation = Explanation(self, asked, result, settings, scored.losses, exact)
             result.answers = explanation.write(name)
         return result
 
+    def _check_refine(self, settings: Mapping[str, Any]) -> None:
+        """Refuse a wrong `refine`, and settings that it does not go with."""
+        refine = settings["refine"]
+        if type(refine) is not int or refine < 0:
+            raise ValueError(f"refine must be a whole number of at least 0, got {refine!r}")
+        if not refine:
+            return
+        if settings["store"]:
+            raise ValueError(
+                f"refine={refine} needs exact scores, and a store holds gradients whitened by the "
+                "fitted curvature; score exactly (--no-store)"
+            )
+        if settings["unit"]:
+            raise ValueError(
+                f"refine={refine} does not go with unit=True, which needs the norm of every "
+                "example by a solve of its own; leave one of them out"
+            )
+        check_refinable(self.subject, self.curvature, refine)
+
     def _scored(
-        self, queries: list[Query], settings: Mapping[str, Any]
+        self, queries: list[Query], settings: Mapping[str, Any], exact: ExactScorer
     ) -> tuple[Scored, Noise | None]:
         mean, damping = settings["mode"] == "mean", settings["damping"]
         options = {"mean": mean, "by_layer": settings["by_layer"], "unit": settings["unit"]}
-        plan, noise = self.memory_plan(queries=queries), None
+        plan, noise = self.memory_plan(queries=queries, refine=settings["refine"]), None
         if settings["store"]:
             store, scorer, memory = self.store, self._store_scorer(), self.budget.limit // 4
             build = store.schema.settings["build"]
@@ -374,7 +405,7 @@ class Attributor:
             noise = scorer.noise(queries, scored, damping, plan.block, mean)
         else:
             plan.check()
-            scored = self.exact.scores(queries, damping, block=plan.block, **options)
+            scored = exact.scores(queries, damping, block=plan.block, **options)
         scores, layered, lengths, losses = scored.comparable(), *scored[1:]
         if lengths is not None:
             layered = None if layered is None else layered / lengths[:, None]

@@ -153,6 +153,12 @@ class Scoring:
         "of the run; `attribute` builds one for --dim or if exact scores need more than 4 passes.",
     )
     unit: bool = option(False, "Score by cosine, which ignores the norms of gradients.")
+    refine: int = option(
+        0,
+        "Refine exact scores by N steps of conjugate gradients toward the exact Gauss-Newton "
+        "matrix, a pass over the data each.",
+        min=0,
+    )
     top: int = option(10, "Number of proponents and of opponents per query.", min=1)
 
 
@@ -179,16 +185,20 @@ def attribute(
     asked.check()
     if scoring.store is False and rows.dim is not None:
         raise ValueError("--dim needs a store and --no-store forbids one; leave out one of them")
+    if scoring.refine and (scoring.store or rows.dim is not None):
+        raise ValueError("--refine needs exact scores; leave out --store and --dim (--no-store)")
     with Display() as progress:
         a = open_run(run, progress, source, resources, check=asked.read)
         queries = asked.read(a.task, a)
         use_store, why = a.choose(queries)
+        if scoring.refine:
+            use_store, why = False, "--refine needs exact scores"
         if not use_store and a.folder.stage("build") is not None:
             use_store, why = True, "the run has a store"
         demanded = scoring.store is not None or rows.dim is not None
         if demanded:
             use_store, why = scoring.store is not False, "as requested"
-        announce(a, progress, curvature, queries)
+        announce(a, progress, curvature, queries, scoring.refine)
         progress(f"scores: {'store' if use_store else 'exact'}; {why}", 0, 0)
         with work():
             curvature.fit(a)
@@ -265,7 +275,7 @@ def score(
     if self_influence == bool(asked.query or asked.prompt):
         raise ValueError("give --query or --prompt, or --self")
     if self_influence:
-        if asked != Asked() or scoring.unit:
+        if asked != Asked() or scoring.unit or scoring.refine:
             raise ValueError("--self goes with --top, --store and --damping only")
         score_self(run, scoring, resources)
         return
@@ -366,7 +376,11 @@ def write_page(run: Path) -> Path:
 
 
 def announce(
-    a: Attributor, progress: Display, curvature: RunCurvature, queries: Sequence[Query] = ()
+    a: Attributor,
+    progress: Display,
+    curvature: RunCurvature,
+    queries: Sequence[Query] = (),
+    refine: int = 0,
 ) -> None:
     """Print covered layers, skipped documents and memory; refuse a run that does not fit."""
     from isokron.report.render import plural
@@ -381,7 +395,7 @@ def announce(
         names = ", ".join(skipped[:3]) + (", …" if len(skipped) > 3 else "")
         count = plural(len(skipped), "document")
         progress(f"skipped {count} with fewer than two tokens: {names}", 0, 0)
-    plan = a.memory_plan(curvature.method, queries)
+    plan = a.memory_plan(curvature.method, queries, refine=refine)
     progress(plan.summary(), 0, 0)
     plan.check()
 
