@@ -23,6 +23,7 @@ from isokron.curvature import fit as fit_curvature
 from isokron.curvature.backward import probe_layers
 from isokron.curvature.fit import FISHERS, METHODS, SHARINGS
 from isokron.curvature.losses import CrossEntropy, Likelihood, Loss
+from isokron.curvature.optimizer_state import curvature_from_optimizer
 from isokron.distributed import Ranks
 from isokron.distributed.rank_tasks import in_turn
 from isokron.files import check_same
@@ -131,6 +132,7 @@ class Attributor:
         sharing: str = "expand",
         examples: int | None = None,
         seed: int = 0,
+        optimizer: Any = None,
     ) -> "Attributor":
         """Fit the curvature of the model on its training data, or load it if it was fitted before.
 
@@ -142,7 +144,12 @@ class Attributor:
                 summed per example ("reduce").
             examples: fit to this many training examples, evenly spaced; default: all.
             seed: random seed of sampled labels.
+            optimizer: take the curvature from this Shampoo, SOAP, Katie, NaturalGradient or AdamW
+                of isokron that has trained the model, or from its state_dict(), instead of from the
+                data; the other arguments do not count.
         """
+        if optimizer is not None:
+            return self._take_curvature(optimizer)
         settings: dict[str, Any] = {"method": method, "fisher": fisher, "sharing": sharing}
         for name, choices in (("method", METHODS), ("fisher", FISHERS), ("sharing", SHARINGS)):
             if settings[name] not in choices:
@@ -161,11 +168,7 @@ class Attributor:
             )
         self.budget.check_head(numbers)
         self.memory_plan(method).check()
-        self.folder.enter("fit", {**settings, "examples": examples, "seed": seed})
-        # cached values may belong to an earlier call
-        self.__dict__.pop("curvature", None)
-        self.__dict__.pop("store", None)
-        self._inverses.clear()
+        self._enter_fit({**settings, "examples": examples, "seed": seed})
         if self._is_fitted():
             return self
         self.curvature = fit_curvature(
@@ -178,9 +181,34 @@ class Attributor:
             ranks=self.subject.ranks,
             **settings,
         )
+        return self._save_curvature(self.curvature)
+
+    def _take_curvature(self, optimizer: Any) -> "Attributor":
+        """The curvature that an optimizer has kept, without a pass over the data."""
+        self.memory_plan("ekfac").check()
+        layers = self.subject.layers
+        curvature, origin = curvature_from_optimizer(self.subject.model, layers, optimizer)
+        statistics = {name: layer.statistics for name, layer in curvature.layers.items()}
+        settings: dict[str, Any] = {"method": origin.method, "fisher": "empirical"}
+        settings["optimizer"] = {"name": origin.name, "step": origin.step}
+        settings["optimizer"]["digest"] = hash_of(statistics)[:16]
+        self._enter_fit(settings)
+        if self._is_fitted():
+            return self
+        self.curvature = curvature
+        return self._save_curvature(curvature)
+
+    def _enter_fit(self, settings: Mapping[str, Any]) -> None:
+        self.folder.enter("fit", settings)
+        # cached values may belong to an earlier call
+        self.__dict__.pop("curvature", None)
+        self.__dict__.pop("store", None)
+        self._inverses.clear()
+
+    def _save_curvature(self, curvature: Curvature) -> "Attributor":
         with in_turn(self.subject.ranks, "saving the curvature"):
             if self.folder.leads:
-                self.curvature.save(self.folder.curvature)
+                curvature.save(self.folder.curvature)
         return self
 
     def _is_fitted(self) -> bool:
@@ -213,6 +241,8 @@ class Attributor:
     ) -> MemoryPlan:
         """What a run with this curvature and these queries needs, computed before any pass."""
         stage = self.folder.stage("fit") or {"method": "kfac"}
+        # layers of an optimizer may be of several kinds, of which EK-FAC takes most memory
+        stage = {**stage, "method": "ekfac"} if "optimizer" in stage else stage
         return self.budget.plan(method or stage["method"], queries, refine=bool(refine))
 
     def choose(self, queries: Sequence[Query]) -> tuple[bool, str]:
@@ -389,6 +419,11 @@ class Attributor:
             raise ValueError(
                 f"refine={refine} does not go with unit=True, which needs the norm of every "
                 "example by a solve of its own; leave one of them out"
+            )
+        if "optimizer" in (self.folder.stage("fit") or {}):
+            raise ValueError(
+                f"refine={refine} needs damping in the scale of single loss terms, which the "
+                "gradients of an optimizer do not have; fit the curvature to the data"
             )
         check_refinable(self.subject, self.curvature, refine)
 

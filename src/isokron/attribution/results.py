@@ -34,6 +34,7 @@ TINY = 1e-30
 RULES = {
     "none": "no curvature was fitted: H is the identity",
     "ekfac": "{:g} of each layer's mean eigenvalue, added to all its eigenvalues",
+    "diagonal": "{:g} of each layer's mean second moment, added to all of them",
 }
 RULE = "{:g} of each layer's mean eigenvalue, split over the two sides of the curvature"
 Signs = tuple[list[int], list[int]]  # indices of proponents and of opponents
@@ -203,6 +204,8 @@ class Explanation:
         build = a.folder.stage("build") if settings["store"] else None
         # number of loss terms that the curvature is a mean of
         terms = None if a.curvature is None else next(iter(a.curvature.layers.values())).terms
+        # an optimizer counts no terms
+        terms = terms or None
         model = a.source.get("model") or a.source.get("task") or type(a.subject.model).__name__
         return {
             "command": command_of(a.source, fit, build, settings, self.queries),
@@ -215,6 +218,7 @@ class Explanation:
             "method": {
                 "method": fit["method"],
                 "fisher": fit["fisher"],
+                "optimizer": fit.get("optimizer"),
                 "damping": settings["damping"],
                 "damping_rule": RULES.get(fit["method"], RULE).format(settings["damping"]),
                 "scoring": "store" if settings["store"] else "exact",
@@ -369,7 +373,11 @@ def command_of(
     """The command line that computes these scores; None for a run from Python."""
     if not source:
         return None
-    options = {**source, "method": fit["method"], "fisher": fit["fisher"]}
+    options = dict(source)
+    if "optimizer" in fit:
+        options["curvature"] = "CHECKPOINT"
+    else:
+        options |= {"method": fit["method"], "fisher": fit["fisher"]}
     options |= {"fit_examples": fit.get("examples"), "mode": settings["mode"]}
     options["top"] = settings["top"]
     if build is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -61,11 +61,44 @@ class RunCurvature(CurvatureOptions):
     fit_examples: int | None = option(
         None, "Fit to N examples, evenly spaced. Default: all.", min=1
     )
+    curvature: Path | None = option(
+        None,
+        "Take the curvature from a checkpoint of the isokron optimizer that has trained the model "
+        "(its state_dict(), or a dict with it under 'optimizer') instead of fitting one.",
+    )
+
+    def check(self) -> None:
+        """Refuse a checkpoint with options that it leaves without effect, or that is missing."""
+        if self.curvature is None:
+            return
+        if replace(self, curvature=None) != RunCurvature():
+            raise ValueError(
+                "--curvature takes what the optimizer has; leave out --method, --fisher, "
+                "--sharing and --fit-examples"
+            )
+        if not self.curvature.is_file():
+            raise ValueError(f"--curvature must be a file, and there is no {self.curvature}")
 
     def fit(self, a: Attributor) -> None:
+        if self.curvature is not None:
+            a.fit(optimizer=read_checkpoint(self.curvature))
+            return
         seed = recorded_source(a.folder.path).seed
         settings: dict[str, Any] = {"fisher": self.fisher, "sharing": self.sharing, "seed": seed}
         a.fit(self.method, examples=self.fit_examples, **settings)
+
+
+def read_checkpoint(path: Path) -> Any:
+    """Tensors and plain values of a file written by torch.save."""
+    import pickle
+
+    import torch
+
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"--curvature {path} is no checkpoint of torch.save: {reason}") from None
 
 
 @dataclass(frozen=True)
@@ -183,6 +216,7 @@ def attribute(
     """
     # checked before the model is loaded or trained, which may take minutes
     asked.check()
+    curvature.check()
     if scoring.store is False and rows.dim is not None:
         raise ValueError("--dim needs a store and --no-store forbids one; leave out one of them")
     if scoring.refine and (scoring.store or rows.dim is not None):
@@ -226,6 +260,7 @@ def fit(run: RunFolder, source: Source, curvature: RunCurvature, machine: Machin
 
       isokron fit runs/digits --task digits --method ekfac
     """
+    curvature.check()
     with Display() as progress:
         a = open_run(run, progress, source, machine)
         announce(a, progress, curvature)
@@ -395,7 +430,8 @@ def announce(
         names = ", ".join(skipped[:3]) + (", …" if len(skipped) > 3 else "")
         count = plural(len(skipped), "document")
         progress(f"skipped {count} with fewer than two tokens: {names}", 0, 0)
-    plan = a.memory_plan(curvature.method, queries, refine=refine)
+    method = "ekfac" if curvature.curvature is not None else curvature.method
+    plan = a.memory_plan(method, queries, refine=refine)
     progress(plan.summary(), 0, 0)
     plan.check()
 
