@@ -35,7 +35,7 @@ from isokron.tasks.digits import logits
 from isokron.tasks.task import mean_cross_entropy
 
 STEPS = (0, 2, 5, 10, 20)
-DAMPINGS = (0.01, 0.1, 1.0)
+DAMPINGS = (0.1, 1.0, 10.0, 100.0)
 IMAGES, BATCH, RATE = 5000, 64, 0.01
 SCORED = 500  # examples in a batch while scoring: products with G are matrix products of this size
 Train = Callable[[Task, Tensor, int], nn.Module]

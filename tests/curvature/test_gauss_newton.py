@@ -197,6 +197,32 @@ def test_a_batch_without_terms_adds_nothing() -> None:
     assert all(both[name].equal(alone[name]) for name in alone)
 
 
+class Doubled(torch.autograd.Function):
+    """Twice the input, with a backward pass only."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
+class Opaque(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return Doubled.apply(super().forward(x))
+
+
+def test_an_operation_without_forward_derivatives_is_refused() -> None:
+    model = nn.Sequential(Opaque(4, 3)).double()
+    _, loss, batch, _ = case("twice")
+    layers = find_layers(model).layers
+    vectors = {"0": torch.ones(1, 1, 3, 5).double()}
+    with pytest.raises(ValueError, match="score without refine"):
+        GaussNewton(model, layers, loss, [batch]).product(vectors)
+
+
 def test_g_is_symmetric_and_packs_as_gradients_do() -> None:
     """⟨u, Gv⟩ = ⟨v, Gu⟩, where u is a gradient packed by the layout of its layer."""
     model, loss, batch, layers = case("twice")

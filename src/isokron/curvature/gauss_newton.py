@@ -24,6 +24,7 @@ from isokron.distributed.process_group import Ranks
 from isokron.distributed.rank_tasks import together
 
 Vectors = dict[str, Tensor]  # the parts of Q vectors by layer: [B, Q, o, i]
+TRANSFORMS = ("forward AD", "forward mode", "functorch", "torch.func", "vmap", "jvp")  # in errors
 
 
 class WithWeights:
@@ -63,7 +64,8 @@ class GaussNewton:
         paths = parameter_paths(model, self.layers)
         with together(self.ranks, "products over the data"), unchanged(model), _plain_attention():
             for batch in self.batches:
-                terms += self._add_batch_(sums, model, paths, batch, vectors)
+                with _named_errors():
+                    terms += self._add_batch_(sums, model, paths, batch, vectors)
         if self.ranks is not None:
             terms = self._add_ranks_(sums, terms)
         return {name: value / max(terms, 1.0) for name, value in sums.items()}
@@ -181,6 +183,20 @@ def hessian_product(loss: Likelihood, outputs: Tensor) -> Callable[[Tensor], Ten
     return lambda u: sum(
         (root * (root * u).sum(-1, keepdim=True) for root in roots), torch.zeros_like(u)
     )
+
+
+@contextmanager
+def _named_errors() -> Iterator[None]:
+    """Say what to do about a model that cannot be differentiated forward."""
+    try:
+        yield
+    except RuntimeError as error:  # of which NotImplementedError is one
+        if not any(word in str(error) for word in TRANSFORMS):
+            raise
+        raise ValueError(
+            "the model has an operation that torch.func cannot differentiate forward "
+            f"({str(error).splitlines()[0]:.160}); score without refine"
+        ) from error
 
 
 @contextmanager
