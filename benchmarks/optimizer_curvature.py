@@ -40,9 +40,9 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "SOAP": isokron.SOAP,
     "Shampoo": isokron.Shampoo,
     "Katie": isokron.Katie,
-    "SOAP, long": partial(isokron.SOAP, **LONG),
-    "Shampoo, long": partial(isokron.Shampoo, **LONG),
-    "Katie, long": partial(isokron.Katie, **LONG),
+    "SOAP long": partial(isokron.SOAP, **LONG),
+    "Shampoo long": partial(isokron.Shampoo, **LONG),
+    "Katie long": partial(isokron.Katie, **LONG),
 }
 
 
@@ -119,6 +119,7 @@ def run_study(records: Records, data: str, name: str, models: Path, count: int, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tasks", default=",".join(TASKS))
+    parser.add_argument("--optimizers", default=",".join(OPTIMIZERS), help="separated by commas")
     parser.add_argument("--models", type=Path, help="folder of retrained models, to continue")
     parser.add_argument("--subsets", type=int, default=30)
     parser.add_argument("--queries", type=int, default=100)
@@ -126,7 +127,7 @@ def main() -> None:
     models = args.models or Path(tempfile.mkdtemp())
     records = Records("optimizer_curvature")
     for data in args.tasks.split(","):
-        for name in OPTIMIZERS:
+        for name in args.optimizers.split(","):
             run_study(records, data, name, models, args.subsets, args.queries)
 
 

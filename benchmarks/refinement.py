@@ -8,8 +8,8 @@ regression by SGD (rate 0.01, 20 epochs) and a perceptron 784-128-64-10 with dro
 (rate 0.01, momentum 0.9, 50 epochs), batches of 64. "minimum" is logistic regression trained to its
 minimum (attribution_quality.py), "digits" the perceptron of lds.py with three models a subset. LDS
 is the mean over queries of Spearman's ρ between summed scores of random halves and minus the losses
-of models trained on them, with its standard error. Seconds are those of `score`, without `fit`. All
-runs are in docs/benchmarks/refinement.json.
+of models trained on them, with its standard error. Seconds are CPU time of `score`, without `fit`.
+All runs are in docs/benchmarks/refinement.json.
 """
 
 import argparse
@@ -34,9 +34,9 @@ from isokron.tasks import Examples, Shown, Task
 from isokron.tasks.digits import logits
 from isokron.tasks.task import mean_cross_entropy
 
-STEPS = (0, 2, 5, 10, 20)
-DAMPINGS = (0.1, 1.0, 10.0, 100.0)
+STEPS = (0, 2, 5, 10)
 IMAGES, BATCH, RATE = 5000, 64, 0.01
+MOST = 100  # queries whose losses are kept of every retrained model
 SCORED = 500  # examples in a batch while scoring: products with G are matrix products of this size
 Train = Callable[[Task, Tensor, int], nn.Module]
 
@@ -49,6 +49,7 @@ class Study:
     train: Train
     repeats: int
     fits: tuple[tuple[str, str], ...]
+    dampings: tuple[float, ...] = (0.1, 1.0, 10.0)
 
 
 def linear() -> nn.Module:
@@ -95,17 +96,24 @@ def by_sgd(task: Task, indices: Tensor, seed: int, *, epochs: int, momentum: flo
     return model.eval()
 
 
-EK_FAC = (("ekfac", "empirical"), ("ekfac", "exact"))
-K_FAC = (("kfac", "empirical"), ("kfac", "exact"))
+K_FAC, EK_FAC = ("kfac", "empirical"), ("ekfac", "empirical")
+EXACT = ("kfac", "exact"), ("ekfac", "exact")
 STUDIES = {
     "minimum": Study(
-        lambda: attribution_quality.linear_task("mnist"), attribution_quality.minimum, 1, K_FAC
+        lambda: attribution_quality.linear_task("mnist"),
+        attribution_quality.minimum,
+        1,
+        (K_FAC, EXACT[0]),
     ),
-    "logistic": Study(
-        lambda: mnist(linear), partial(by_sgd, epochs=20, momentum=0.0), 1, (*K_FAC, EK_FAC[0])
+    "logistic": Study(lambda: mnist(linear), partial(by_sgd, epochs=20, momentum=0.0), 1, (K_FAC,)),
+    "mlp": Study(
+        lambda: mnist(perceptron),
+        partial(by_sgd, epochs=50, momentum=0.9),
+        1,
+        (EK_FAC,),
+        (1.0, 10.0),
     ),
-    "mlp": Study(lambda: mnist(perceptron), partial(by_sgd, epochs=50, momentum=0.9), 1, EK_FAC),
-    "digits": Study(lds.perceptron_task, lds.trained, 3, EK_FAC),
+    "digits": Study(lds.perceptron_task, lds.trained, 3, (EK_FAC, EXACT[1])),
 }
 
 
@@ -114,8 +122,9 @@ def run_study(records: Records, name: str, models: Path, count: int, asked: int)
     task = study.task()
     everything = torch.arange(len(task.train))
     halves = subsets(count, len(everything))
-    batches = [task.held_out.batch(torch.arange(asked))]
+    batches = [task.held_out.batch(torch.arange(MOST))]
     losses = retrain(models / name, task, study.train, halves, batches, repeats=study.repeats)
+    losses = losses[:, :asked]
     print(f"{name}: {len(everything)} examples, retrained in {time.perf_counter() - start:.0f} s")
     model = study.train(task, everything, 0)
     queries = [
@@ -123,9 +132,9 @@ def run_study(records: Records, name: str, models: Path, count: int, asked: int)
     ]
 
     def measured(attributor: Attributor, damping: float, refine: int) -> dict[str, Any]:
-        start = time.perf_counter()
+        start = time.process_time()
         scores = attributor.score(queries, damping=damping, refine=refine, save=False)
-        seconds = time.perf_counter() - start
+        seconds = time.process_time() - start
         values = lds_by_query(scores.as_subclass(Tensor), halves, losses)
         error = float(values.std()) / len(values) ** 0.5
         result = {"lds": round(float(values.mean()), 4), "error": round(error, 4)}
@@ -135,14 +144,14 @@ def run_study(records: Records, name: str, models: Path, count: int, asked: int)
     if name == "minimum":
         run = attribution_quality.opened(task, model)
         scores = attribution_quality.hessian_scores(run, Examples(batches[0]))
-        values = lds_by_query(scores, halves, losses)
-        key = {"study": name, "method": "hessian", "subsets": count}
+        values = lds_by_query(scores[:asked], halves, losses)
+        key = {"study": name, "method": "hessian", "subsets": count, "queries": asked}
         records.once(lambda: {"lds": round(float(values.mean()), 4)}, **key)
     for method, fisher in study.fits:
         folder = tempfile.mkdtemp()
         attributor = Attributor(folder, model, task=task, batch_size=SCORED, layers="*")
         attributor.fit(method, fisher=fisher)
-        for damping in DAMPINGS:
+        for damping in study.dampings:
             for refine in STEPS:
                 key = {"study": name, "method": method, "fisher": fisher, "damping": damping}
                 key |= {"refine": refine, "subsets": count, "queries": asked}
@@ -154,7 +163,7 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(STUDIES))
     parser.add_argument("--models", type=Path, help="folder of retrained models, to continue")
     parser.add_argument("--subsets", type=int, default=50)
-    parser.add_argument("--queries", type=int, default=100)
+    parser.add_argument("--queries", type=int, default=MOST, choices=range(1, MOST + 1))
     args = parser.parse_args()
     models = args.models or Path(tempfile.mkdtemp())
     records = Records("refinement")

@@ -76,13 +76,19 @@ def test_many_steps_give_the_scores_of_the_dense_solve(method: str, tmp_path: Pa
     a = opened(tmp_path, method)
     queries = asked(a)
     right = dense_scores(a, queries, 0.1)
-    fitted, refined = (a.score(queries, refine=n, save=False) for n in (0, 60))
+    fitted, refined = (a.score(queries, damping=0.1, refine=n, save=False) for n in (0, 60))
     assert off(refined, right) < 5e-3
     assert off(fitted, right) > 0.1
     assert refined.refinement["residual_after"] <= 1e-3 < refined.refinement["residual_before"]
     assert refined.refinement["steps"] == 60
-    few = a.score(queries, refine=4, save=False)
+    few = a.score(queries, damping=0.1, refine=4, save=False)
     assert off(refined, right) < off(few, right) < off(fitted, right)
+
+
+def test_refined_scores_have_a_default_damping_of_ten(tmp_path: Path) -> None:
+    a = opened(tmp_path)
+    refined = a.score(asked(a), refine=30, save=False)
+    assert off(refined, dense_scores(a, asked(a), 10.0)) < 5e-3
 
 
 def test_no_steps_change_nothing(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from isokron.tasks import Shown, Task
 from isokron.training import Progress, silent
 
 DAMPING = 0.1
+REFINED_DAMPING = 10.0  # of G, without what damping on both sides of K-FAC adds; docs/refinement.md
 MODES = ("individual", "mean", "nearest")
 PASSES = 4  # over the data, above which a store is cheaper than exact scores
 
@@ -356,8 +357,8 @@ class Attributor:
                 the largest score over all queries ("nearest").
             unit: score by cosine, which ignores the norms of gradients.
             by_layer: also write the scores of every layer.
-            damping: damping of H, as a multiple of each layer's mean eigenvalue; default: 0.1, or
-                that of the store.
+            damping: damping of H, as a multiple of each layer's mean eigenvalue; default: 0.1, 10
+                with `refine`, or that of the store.
             store: score with the store (True) or exactly (False); default: with the store if there
                 is one.
             refine: passes over the data to replace H by the exact Gauss–Newton matrix, by
@@ -377,9 +378,10 @@ class Attributor:
         asked = self.queries(queries)
         use_store = self.folder.stage("build") is not None if store is None else store
         settings: dict[str, Any] = {"mode": mode, "unit": unit, "by_layer": by_layer}
-        settings |= {"damping": self._damping(damping, use_store), "store": use_store}
-        settings |= {"top": top, "verify": verify, "refine": refine}
+        settings |= {"top": top, "verify": verify, "refine": refine, "store": use_store}
         self._check_refine(settings)
+        default = REFINED_DAMPING if refine else DAMPING
+        settings["damping"] = self._damping(damping, use_store, default)
         exact = self.exact
         if refine:
             assert self.curvature is not None
@@ -454,10 +456,10 @@ class Attributor:
                 layered = layered.gather(0, best[:, None].expand(-1, layered.size(1), -1))
         return Scored(scores, layered, None, losses), noise
 
-    def _damping(self, damping: float | None, use_store: bool) -> float:
+    def _damping(self, damping: float | None, use_store: bool, default: float = DAMPING) -> float:
         build = self.folder.stage("build") if use_store else None
         if damping is None:
-            return float(DAMPING if build is None else build["damping"])
+            return float(default if build is None else build["damping"])
         if build is not None and damping != build["damping"]:
             raise ValueError(
                 f"damping {damping:g} differs from that of the store, {build['damping']:g}, by "
