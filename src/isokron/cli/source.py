@@ -175,7 +175,7 @@ class Resources(Machine):
 
     damping: float | None = option(
         None,
-        "Damping, as a multiple of each layer's mean eigenvalue. Default: 0.1, or 10 with --refine.",
+        "Damping, as a multiple of each layer's mean eigenvalue. Default: 0.1; 10 with --refine.",
         min=0,
     )
 
