@@ -13,7 +13,7 @@ from isokron.attribution.data import Data, Subject, hash_of, show_example, sprea
 from isokron.attribution.evaluate import Noise
 from isokron.attribution.memory import Budget, MemoryPlan
 from isokron.attribution.queries import Query, as_queries
-from isokron.attribution.refinement import RefinedScorer, check_refinable
+from isokron.attribution.refinement import RefinedScorer, check_refinable, check_steps
 from isokron.attribution.results import Explanation, Scores, check_finite, token_table
 from isokron.attribution.run_folder import RunFolder
 from isokron.attribution.scorers import ExactScorer, Scored, StoreScorer
@@ -379,7 +379,9 @@ class Attributor:
         use_store = self.folder.stage("build") is not None if store is None else store
         settings: dict[str, Any] = {"mode": mode, "unit": unit, "by_layer": by_layer}
         settings |= {"top": top, "verify": verify, "refine": refine, "store": use_store}
-        self._check_refine(settings)
+        if check_steps(refine):
+            fit = self.folder.stage("fit") or {}
+            check_refinable(self.subject, self.curvature, settings, "optimizer" in fit)
         default = REFINED_DAMPING if refine else DAMPING
         settings["damping"] = self._damping(damping, use_store, default)
         exact = self.exact
@@ -404,30 +406,6 @@ class Attributor:
             explanation = Explanation(self, asked, result, settings, scored.losses, exact)
             result.answers = explanation.write(name)
         return result
-
-    def _check_refine(self, settings: Mapping[str, Any]) -> None:
-        """Refuse a wrong `refine`, and settings that it does not go with."""
-        refine = settings["refine"]
-        if type(refine) is not int or refine < 0:
-            raise ValueError(f"refine must be a whole number of at least 0, got {refine!r}")
-        if not refine:
-            return
-        if settings["store"]:
-            raise ValueError(
-                f"refine={refine} needs exact scores, and a store holds gradients whitened by the "
-                "fitted curvature; score exactly (--no-store)"
-            )
-        if settings["unit"]:
-            raise ValueError(
-                f"refine={refine} does not go with unit=True, which needs the norm of every "
-                "example by a solve of its own; leave one of them out"
-            )
-        if "optimizer" in (self.folder.stage("fit") or {}):
-            raise ValueError(
-                f"refine={refine} needs damping in the scale of single loss terms, which the "
-                "gradients of an optimizer do not have; fit the curvature to the data"
-            )
-        check_refinable(self.subject, self.curvature, refine)
 
     def _scored(
         self, queries: list[Query], settings: Mapping[str, Any], exact: ExactScorer

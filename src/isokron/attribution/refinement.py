@@ -5,7 +5,7 @@ steps of conjugate gradients with H⁻¹ as preconditioner solve for G instead. 
 with the λ_l of the fitted curvature, so that refinement changes the matrix and not its damping.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -63,11 +63,11 @@ class RefinedScorer(ExactScorer):
             part = LayerQueries(layer, inverse[layer.name], self.subject.device)
             part.count = len(keys)
             part.matrix_owner = torch.arange(len(keys), device=self.subject.device)
-            part.matrices = torch.stack([one.vectors[layer.name] for one in solved])
+            part.matrices = torch.stack([query.vectors[layer.name] for query in solved])
             result.layers[layer.name] = part
-        result.squares = [one.square for one in solved]
-        result.losses = [one.loss for one in solved]
-        result.token_losses = [one.token_losses for one in solved]
+        result.squares = [query.square for query in solved]
+        result.losses = [query.loss for query in solved]
+        result.token_losses = [query.token_losses for query in solved]
         return result
 
     def _solve(
@@ -119,7 +119,7 @@ class RefinedScorer(ExactScorer):
 
     def record(self) -> dict[str, Any]:
         """Settings and relative residuals of what was solved, the means over queries."""
-        residuals = [one.residual for one in self.solved.values()]
+        residuals = [query.residual for query in self.solved.values()]
         before, after = (sum(values) / len(values) for values in zip(*residuals, strict=True))
         return {"steps": self.steps, "residual_before": before, "residual_after": after}
 
@@ -142,21 +142,47 @@ def applied(operator: Any, vectors: Tensor) -> Tensor:
     return result
 
 
-def check_refinable(subject: Subject, curvature: Curvature | None, steps: int) -> None:
-    """Refuse what cannot be refined, before any pass."""
+def check_steps(steps: int) -> int:
+    """The argument `refine` of `Attributor.score`, refused if it is wrong."""
+    if type(steps) is not int or steps < 0:
+        raise ValueError(f"refine must be a whole number of at least 0, got {steps!r}")
+    return steps
+
+
+def check_refinable(
+    subject: Subject, curvature: Curvature | None, settings: Mapping[str, Any], optimizer: bool
+) -> None:
+    """Refuse what cannot be refined, before any pass.
+
+    settings: of `Attributor.score`. optimizer: whether the curvature is that of an optimizer.
+    """
+    what = f"refine={settings['refine']}"
+    if settings["store"]:
+        raise ValueError(
+            f"{what} needs exact scores, and a store holds gradients whitened by the fitted "
+            "curvature; score exactly (--no-store)"
+        )
+    if settings["unit"]:
+        raise ValueError(
+            f"{what} does not go with unit=True, which needs the norm of every example by a solve "
+            "of its own; leave one of them out"
+        )
     if not isinstance(subject.loss, Likelihood):
         raise ValueError(
-            f"refine={steps} needs the distribution that the model predicts, which a loss function "
-            "does not tell; give loss=isokron.losses.CrossEntropy() or another of isokron.losses, "
-            "or a task with logits"
+            f"{what} needs the distribution that the model predicts, which a loss function does "
+            "not tell; give loss=isokron.losses.CrossEntropy() or another of isokron.losses, or a "
+            "task with logits"
         )
     if curvature is None:
+        raise ValueError(f"{what} needs a fitted curvature as preconditioner; call fit() first")
+    if optimizer:
         raise ValueError(
-            f"refine={steps} needs a fitted curvature as preconditioner; call fit() first"
+            f"{what} needs damping in the scale of single loss terms, which the gradients of an "
+            "optimizer do not have; fit the curvature to the data"
         )
     for layer in subject.layers:
         if layer.kind == "index":
             raise ValueError(
-                f"refine={steps} needs whole gradients, and that of the embedding {layer.name!r} "
-                f"is too large for it; leave it out: layers='!{layer.name}'"
+                f"{what} needs whole gradients, and that of the embedding {layer.name!r} is too "
+                f"large for it; leave it out: layers='!{layer.name}'"
             )
