@@ -1,6 +1,7 @@
 """The commands on a run, as a person gives them."""
 
 import json
+import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,9 @@ from types import FrameType
 from typing import Any
 
 import pytest
+import torch
+
+from isokron import Shampoo
 
 LETTERS = Path(__file__).parents[1] / "attribution" / "letters.py"
 TASK = ["--task", f"{LETTERS}:task", "--steps", "3"]
@@ -120,6 +124,10 @@ def test_wrong_calls_are_told_in_one_line_and_leave_nothing(isokron: Call, tmp_p
         ],
         "'--max-side': Input should be greater than or equal to 1": [*TASK, "--max-side", "0"],
         "--dim needs a store and --no-store forbids": [*TASK, *asked, "--no-store", "--dim", "4"],
+        "--refine needs exact scores": [*TASK, *asked, "--refine", "2", "--dim", "4"],
+        "'--refine': Input should be greater than or equal to 0": [*TASK, "--refine", "-1"],
+        "no gone.pt": [*TASK, *asked, "--curvature", "gone.pt"],
+        "leave out --method": [*TASK, *asked, "--curvature", "c.pt", "--method", "ekfac"],
         "--weights are already trained": [*TASK, *asked, "--weights", "w.safetensors"],
         "--device 'nope' cannot be used": [*TASK, *asked, "--device", "nope"],
         "no task named": ["--task", "nothing", *asked],
@@ -181,6 +189,37 @@ def test_a_different_command_in_the_same_folder_is_refused(isokron: Call) -> Non
     fails(isokron("score", "run", "--query", "eval:0", "--store"), 1, "has no store; build one")
 
 
+def test_scores_are_refined(isokron: Call, tmp_path: Path) -> None:
+    options = [*TASK, "--layers", "*,!table", "--query", "eval:0", "--refine", "3"]
+    code, _, err = isokron("attribute", "run", *options)
+    assert code == 0, err
+    assert "scores: exact; --refine needs exact scores" in err
+    (path,) = (tmp_path / "run" / "scores").glob("*.json")
+    record = json.loads(path.read_text())
+    assert record["method"]["refine"]["steps"] == 3
+    assert "--refine 3" in record["command"]
+    fails(isokron("score", "run", "--self", "--refine", "2"), 2, "--self goes with --top")
+
+
+def test_curvature_comes_from_a_checkpoint(isokron: Call, tmp_path: Path) -> None:
+    letters = runpy.run_path(str(LETTERS))
+    model = letters["Model"]()
+    optimizer = Shampoo(model.named_parameters())
+    letters["loss"](model, letters["task"]().train.tensors).mean().backward()
+    optimizer.step()
+    torch.save({"optimizer": optimizer.state_dict()}, tmp_path / "checkpoint.pt")
+    options = [*TASK, "--layers", "*,!table", "--query", "eval:0"]
+    code, _, err = isokron("attribute", "run", *options, "--curvature", "checkpoint.pt")
+    assert code == 0, err
+    (path,) = (tmp_path / "run" / "scores").glob("*.json")
+    record = json.loads(path.read_text())
+    assert record["method"]["optimizer"]["step"] == 1
+    assert "--curvature CHECKPOINT" in record["command"]
+    (tmp_path / "text.pt").write_text("no checkpoint")
+    result = isokron("fit", "other", *options[:-2], "--curvature", "text.pt")
+    fails(result, 1, "--curvature text.pt is no checkpoint of torch.save")
+
+
 def test_self_influence_is_written(isokron: Call, tmp_path: Path) -> None:
     assert isokron("fit", "run", *TASK)[0] == 0
     code, out, _ = isokron("score", "run", "--self", "--top", "3")
@@ -205,8 +244,8 @@ def test_a_run_is_evaluated(isokron: Call, tmp_path: Path) -> None:
 
 def test_a_run_goes_through_few_files(isokron: Call) -> None:
     """Files of the package whose functions `attribute` calls: what a reader has to follow."""
-    task, files = [*TASK[:2], "--steps", "0"], set()
-    assert isokron("attribute", "warm", *task, "--query", "eval:0")[0] == 0  # imports are done
+    options, files = [*TASK[:2], "--steps", "0"], set()
+    assert isokron("attribute", "warm", *options, "--query", "eval:0")[0] == 0  # imports are done
 
     def profile(frame: FrameType, event: str, _: object) -> None:
         if event == "call":
@@ -214,7 +253,7 @@ def test_a_run_goes_through_few_files(isokron: Call) -> None:
 
     sys.setprofile(profile)
     try:
-        code, _, err = isokron("attribute", "run", *task, "--query", "eval:0")
+        code, _, err = isokron("attribute", "run", *options, "--query", "eval:0")
     finally:
         sys.setprofile(None)
     assert code == 0, err

@@ -60,6 +60,10 @@ def scored(folder: Path) -> dict[str, Tensor]:
         for key, options in calls.items():
             scores = a.score(queries, name=key, store=False, **options)
             results[f"{name} {key}"] = scores.as_subclass(Tensor)
+        if name == "whole":
+            bare = begun(folder / "refined", layers="*,!table").fit()
+            refined = bare.score(queries, refine=4, name="refined")
+            results["refined"] = refined.as_subclass(Tensor)
         results[f"{name} layers"] = a.score(queries, save=False).by_layer
         results[f"{name} self"] = a.self_influence(store=False)
         a.build(**settings)

@@ -13,6 +13,7 @@ from isokron.attribution.data import Data, Subject, hash_of, show_example, sprea
 from isokron.attribution.evaluate import Noise
 from isokron.attribution.memory import Budget, MemoryPlan
 from isokron.attribution.queries import Query, as_queries
+from isokron.attribution.refinement import RefinedScorer, check_refinable, check_steps
 from isokron.attribution.results import Explanation, Scores, check_finite, token_table
 from isokron.attribution.run_folder import RunFolder
 from isokron.attribution.scorers import ExactScorer, Scored, StoreScorer
@@ -22,6 +23,7 @@ from isokron.curvature import fit as fit_curvature
 from isokron.curvature.backward import probe_layers
 from isokron.curvature.fit import FISHERS, METHODS, SHARINGS
 from isokron.curvature.losses import CrossEntropy, Likelihood, Loss
+from isokron.curvature.optimizer_state import curvature_from_optimizer
 from isokron.distributed import Ranks
 from isokron.distributed.rank_tasks import in_turn
 from isokron.files import check_same
@@ -29,6 +31,7 @@ from isokron.tasks import Shown, Task
 from isokron.training import Progress, silent
 
 DAMPING = 0.1
+REFINED_DAMPING = 10.0  # of G, without what damping on both sides of K-FAC adds; docs/refinement.md
 MODES = ("individual", "mean", "nearest")
 PASSES = 4  # over the data, above which a store is cheaper than exact scores
 
@@ -130,6 +133,7 @@ class Attributor:
         sharing: str = "expand",
         examples: int | None = None,
         seed: int = 0,
+        optimizer: Any = None,
     ) -> "Attributor":
         """Fit the curvature of the model on its training data, or load it if it was fitted before.
 
@@ -141,7 +145,12 @@ class Attributor:
                 summed per example ("reduce").
             examples: fit to this many training examples, evenly spaced; default: all.
             seed: random seed of sampled labels.
+            optimizer: take the curvature from this Shampoo, SOAP, Katie, NaturalGradient or AdamW
+                of isokron that has trained the model, or from its state_dict(), instead of from the
+                data; the other arguments do not count.
         """
+        if optimizer is not None:
+            return self._take_curvature(optimizer)
         settings: dict[str, Any] = {"method": method, "fisher": fisher, "sharing": sharing}
         for name, choices in (("method", METHODS), ("fisher", FISHERS), ("sharing", SHARINGS)):
             if settings[name] not in choices:
@@ -160,11 +169,7 @@ class Attributor:
             )
         self.budget.check_head(numbers)
         self.memory_plan(method).check()
-        self.folder.enter("fit", {**settings, "examples": examples, "seed": seed})
-        # cached values may belong to an earlier call
-        self.__dict__.pop("curvature", None)
-        self.__dict__.pop("store", None)
-        self._inverses.clear()
+        self._enter_fit({**settings, "examples": examples, "seed": seed})
         if self._is_fitted():
             return self
         self.curvature = fit_curvature(
@@ -177,9 +182,34 @@ class Attributor:
             ranks=self.subject.ranks,
             **settings,
         )
+        return self._save_curvature(self.curvature)
+
+    def _take_curvature(self, optimizer: Any) -> "Attributor":
+        """The curvature that an optimizer has kept, without a pass over the data."""
+        self.memory_plan("ekfac").check()
+        layers = self.subject.layers
+        curvature, origin = curvature_from_optimizer(self.subject.model, layers, optimizer)
+        statistics = {name: layer.statistics for name, layer in curvature.layers.items()}
+        settings: dict[str, Any] = {"method": origin.method, "fisher": "empirical"}
+        settings["optimizer"] = {"name": origin.name, "step": origin.step}
+        settings["optimizer"]["digest"] = hash_of(statistics)[:16]
+        self._enter_fit(settings)
+        if self._is_fitted():
+            return self
+        self.curvature = curvature
+        return self._save_curvature(curvature)
+
+    def _enter_fit(self, settings: Mapping[str, Any]) -> None:
+        self.folder.enter("fit", settings)
+        # cached values may belong to an earlier call
+        self.__dict__.pop("curvature", None)
+        self.__dict__.pop("store", None)
+        self._inverses.clear()
+
+    def _save_curvature(self, curvature: Curvature) -> "Attributor":
         with in_turn(self.subject.ranks, "saving the curvature"):
             if self.folder.leads:
-                self.curvature.save(self.folder.curvature)
+                curvature.save(self.folder.curvature)
         return self
 
     def _is_fitted(self) -> bool:
@@ -207,10 +237,14 @@ class Attributor:
             self._inverses[damping] = self.curvature.damped_inverse(damping)
         return self._inverses[damping]
 
-    def memory_plan(self, method: str | None = None, queries: Sequence[Query] = ()) -> MemoryPlan:
+    def memory_plan(
+        self, method: str | None = None, queries: Sequence[Query] = (), *, refine: int = 0
+    ) -> MemoryPlan:
         """What a run with this curvature and these queries needs, computed before any pass."""
         stage = self.folder.stage("fit") or {"method": "kfac"}
-        return self.budget.plan(method or stage["method"], queries)
+        # layers of an optimizer may be of several kinds, of which EK-FAC takes most memory
+        stage = {**stage, "method": "ekfac"} if "optimizer" in stage else stage
+        return self.budget.plan(method or stage["method"], queries, refine=bool(refine))
 
     def choose(self, queries: Sequence[Query]) -> tuple[bool, str]:
         """Whether a store is cheaper than exact scores for these queries, and why."""
@@ -306,6 +340,7 @@ class Attributor:
         by_layer: bool = False,
         damping: float | None = None,
         store: bool | None = None,
+        refine: int = 0,
         top: int = 10,
         verify: bool = False,
         name: str | None = None,
@@ -322,10 +357,12 @@ class Attributor:
                 the largest score over all queries ("nearest").
             unit: score by cosine, which ignores the norms of gradients.
             by_layer: also write the scores of every layer.
-            damping: damping of H, as a multiple of each layer's mean eigenvalue; default: 0.1, or
-                that of the store.
+            damping: damping of H, as a multiple of each layer's mean eigenvalue; default: 0.1, 10
+                with `refine`, or that of the store.
             store: score with the store (True) or exactly (False); default: with the store if there
                 is one.
+            refine: passes over the data to replace H by the exact Gauss–Newton matrix, by
+                conjugate gradients; 0: none. Needs one of `isokron.losses`, and exact scores.
             top: number of proponents and of opponents to write per query.
             verify: take a real training step on the top examples and measure the query's loss.
             name: file name of the results; default: a hash of queries and settings.
@@ -341,32 +378,41 @@ class Attributor:
         asked = self.queries(queries)
         use_store = self.folder.stage("build") is not None if store is None else store
         settings: dict[str, Any] = {"mode": mode, "unit": unit, "by_layer": by_layer}
-        settings |= {"damping": self._damping(damping, use_store), "store": use_store}
-        settings |= {"top": top, "verify": verify}
-        scored, noise = self._scored(asked, settings)
+        settings |= {"top": top, "verify": verify, "refine": refine, "store": use_store}
+        if check_steps(refine):
+            fit = self.folder.stage("fit") or {}
+            check_refinable(self.subject, self.curvature, settings, "optimizer" in fit)
+        default = REFINED_DAMPING if refine else DAMPING
+        settings["damping"] = self._damping(damping, use_store, default)
+        exact = self.exact
+        if refine:
+            assert self.curvature is not None
+            exact = RefinedScorer(self.subject, self.inverse, self.curvature, refine)
+        scored, noise = self._scored(asked, settings, exact)
         check_finite(scored.scores, asked, self.data.ids)
-        scorer = self._store_scorer() if use_store else self.exact
+        scorer = self._store_scorer() if use_store else exact
         result = scored.scores.as_subclass(Scores)
         result.ids, result.noise, result.answers = self.data.ids, noise, []
         result.layers = tuple(layer.name for layer in scorer.subject.layers)
         result.why = why or ("the run has a store" if use_store else "the default")
         layered = {**settings, "by_layer": True}
-        result.compute_by_layer = lambda: self._scored(asked, layered)[0].by_layer
-        result.compute_tokens = lambda: token_table(self.exact, asked, result, settings)
+        result.compute_by_layer = lambda: self._scored(asked, layered, exact)[0].by_layer
+        result.compute_tokens = lambda: token_table(exact, asked, result, settings)
+        result.refinement = exact.record() if isinstance(exact, RefinedScorer) else None
         if scored.by_layer is not None:
             result.by_layer = scored.by_layer
         if save:
             assert scored.losses is not None
-            explanation = Explanation(self, asked, result, settings, scored.losses)
+            explanation = Explanation(self, asked, result, settings, scored.losses, exact)
             result.answers = explanation.write(name)
         return result
 
     def _scored(
-        self, queries: list[Query], settings: Mapping[str, Any]
+        self, queries: list[Query], settings: Mapping[str, Any], exact: ExactScorer
     ) -> tuple[Scored, Noise | None]:
         mean, damping = settings["mode"] == "mean", settings["damping"]
         options = {"mean": mean, "by_layer": settings["by_layer"], "unit": settings["unit"]}
-        plan, noise = self.memory_plan(queries=queries), None
+        plan, noise = self.memory_plan(queries=queries, refine=settings["refine"]), None
         if settings["store"]:
             store, scorer, memory = self.store, self._store_scorer(), self.budget.limit // 4
             build = store.schema.settings["build"]
@@ -374,7 +420,7 @@ class Attributor:
             noise = scorer.noise(queries, scored, damping, plan.block, mean)
         else:
             plan.check()
-            scored = self.exact.scores(queries, damping, block=plan.block, **options)
+            scored = exact.scores(queries, damping, block=plan.block, **options)
         scores, layered, lengths, losses = scored.comparable(), *scored[1:]
         if lengths is not None:
             layered = None if layered is None else layered / lengths[:, None]
@@ -388,10 +434,10 @@ class Attributor:
                 layered = layered.gather(0, best[:, None].expand(-1, layered.size(1), -1))
         return Scored(scores, layered, None, losses), noise
 
-    def _damping(self, damping: float | None, use_store: bool) -> float:
+    def _damping(self, damping: float | None, use_store: bool, default: float = DAMPING) -> float:
         build = self.folder.stage("build") if use_store else None
         if damping is None:
-            return float(DAMPING if build is None else build["damping"])
+            return float(default if build is None else build["damping"])
         if build is not None and damping != build["damping"]:
             raise ValueError(
                 f"damping {damping:g} differs from that of the store, {build['damping']:g}, by "

@@ -258,7 +258,8 @@ def evaluate(
     )
     lds = {name: _summary(lds_by_query(s, members, losses)) for name, s in scores.items()}
     aucs = None
-    if flipped and label_column(scored) is not None:
+    # a model trained on flipped labels has no optimizer to take curvature from
+    if flipped and "optimizer" not in stage and label_column(scored) is not None:
         settings = {"flipped": flipped, "damping": damping, "seed": seed}
         find = partial(_mislabelled, a, scored, train, flipped, damping, seed)
         aucs = _computed_once(folder / "mislabelled.json", settings, find)

@@ -21,6 +21,7 @@ from isokron.report.render import memory
 
 ACTIVATIONS = 2  # copies of inputs and outputs: in the graph, and as gradients or in float32
 LOGITS = 3  # logits, their softmax and their gradient
+VECTORS = 6  # gradients held per query while conjugate gradients refine a block of queries
 LEAST = 64  # minimum number of tokens in a batch
 
 
@@ -79,7 +80,9 @@ class Budget:
         self.subject, self.lowrank = subject, lowrank
         self.limit = _default_limit(subject.device, subject.ranks) if limit is None else limit
 
-    def plan(self, method: str, queries: Sequence[Query] = ()) -> MemoryPlan:
+    def plan(
+        self, method: str, queries: Sequence[Query] = (), *, refine: bool = False
+    ) -> MemoryPlan:
         """The memory of a run with this curvature and these queries."""
         layers, data, probe = self.subject.layers, self.subject.data, self.probe
         terms = min(MAX_TERMS, self._terms(range(len(data))))
@@ -96,6 +99,11 @@ class Budget:
         longest = max((size_of(query.batch) for query in queries), default=probe.size)
         # under EK-FAC, whose eigenvalues are no Kronecker product, H⁻¹∇ is not of low rank
         query = self._query_bytes(longest / probe.size, dense=method == "ekfac")
+        if refine:
+            # solutions of all queries are kept; a product with G has activations for each query
+            vector = 4 * sum(layer.parameters for layer in layers)
+            parts["solutions"] = max(1, len(queries)) * vector
+            query = VECTORS * vector + parts["activations"]
         # queries of a pass use half of the remaining memory
         block = (self.limit - sum(parts.values())) // 2 // max(1, query)
         block = max(1, min(len(queries), block))

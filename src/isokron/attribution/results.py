@@ -34,6 +34,7 @@ TINY = 1e-30
 RULES = {
     "none": "no curvature was fitted: H is the identity",
     "ekfac": "{:g} of each layer's mean eigenvalue, added to all its eigenvalues",
+    "diagonal": "{:g} of each layer's mean second moment, added to all of them",
 }
 RULE = "{:g} of each layer's mean eigenvalue, split over the two sides of the curvature"
 Signs = tuple[list[int], list[int]]  # indices of proponents and of opponents
@@ -64,6 +65,7 @@ class Scores(Tensor):
         layers: names of the layers of `by_layer`.
         noise: None for exact scores, otherwise their measured agreement with exact scores.
         why: why the scores are exact, or from a store.
+        refinement: with `refine`, its steps and relative residuals; else None.
         answers: the record of every query, as in the JSON; empty with save=False.
     """
 
@@ -73,6 +75,7 @@ class Scores(Tensor):
     layers: tuple[str, ...]
     noise: Any
     why: str
+    refinement: dict[str, Any] | None
     answers: list[dict[str, Any]]
     compute_by_layer: Callable[[], Any]
     compute_tokens: Callable[[], list[dict[int, list[float]]]]
@@ -153,13 +156,17 @@ def default_name(queries: Sequence[Query], settings: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Explanation:
-    """The files of one call of `Attributor.score`. losses: of all examples, [N]."""
+    """The files of one call of `Attributor.score`.
+
+    losses: of all examples, [N]. exact: scores queries without a store.
+    """
 
     attributor: "Attributor"
     queries: Sequence[Query]
     scores: Scores
     settings: dict[str, Any]
     losses: Tensor
+    exact: ExactScorer
 
     def write(self, name: str | None) -> list[dict[str, Any]]:
         """Compute the record of every query, shared among ranks, write both files, return them."""
@@ -197,6 +204,8 @@ class Explanation:
         build = a.folder.stage("build") if settings["store"] else None
         # number of loss terms that the curvature is a mean of
         terms = None if a.curvature is None else next(iter(a.curvature.layers.values())).terms
+        # an optimizer counts no terms
+        terms = terms or None
         model = a.source.get("model") or a.source.get("task") or type(a.subject.model).__name__
         return {
             "command": command_of(a.source, fit, build, settings, self.queries),
@@ -209,10 +218,12 @@ class Explanation:
             "method": {
                 "method": fit["method"],
                 "fisher": fit["fisher"],
+                "optimizer": fit.get("optimizer"),
                 "damping": settings["damping"],
                 "damping_rule": RULES.get(fit["method"], RULE).format(settings["damping"]),
                 "scoring": "store" if settings["store"] else "exact",
                 "why": self.scores.why,
+                "refine": self.scores.refinement,
                 "dim": (build or {}).get("dim") or None,
                 "mode": settings["mode"],
                 "unit": settings["unit"],
@@ -266,7 +277,7 @@ class Explanation:
         Returns for every top example the scores of its tokens, and its exact cosine.
         """
         a, damping = self.attributor, self.settings["damping"]
-        gradients = a.exact.gradients([query], damping)
+        gradients = self.exact.gradients([query], damping)
         count = len(query.shown[0].tokens)
         losses = aligned(gradients.token_losses[0], count)
         answer |= {"loss": gradients.losses[0], "token_losses": losses}
@@ -278,8 +289,13 @@ class Explanation:
         if self.settings["verify"] and signs[0]:
             answer |= self._verify(query, signs, float(sum(row[n] for n in signs[0])))
         if signs[0] and count > 1:
-            answer["token_scores"] = aligned(a.exact.query_tokens(query, signs[0], damping), count)
-        tokens, totals, squares = a.exact.example_tokens([*signs[0], *signs[1]], gradients)
+            answer["token_scores"] = aligned(
+                self.exact.query_tokens(query, signs[0], damping), count
+            )
+        tokens, totals, squares = self.exact.example_tokens([*signs[0], *signs[1]], gradients)
+        if self.settings["refine"]:
+            # norms of examples would take a solve each
+            return tokens, {}
         norm = max(0.0, gradients.squares[0]) ** 0.5
         lengths = {n: max(norm * square**0.5, TINY) for n, square in squares.items()}
         if self.settings["unit"]:
@@ -328,8 +344,10 @@ class Explanation:
         batch = to_device(query.batch, subject.device)
         changes = verify(subject, batch, groups)
         inverse, calibration = a.inverse(self.settings["damping"]), None
-        # neither cosines nor scores of some layers predict a change of the loss
+        # neither cosines nor scores of some layers predict a change of the loss, and refined scores
+        # are not those of a step along H⁻¹∇
         partial = self.settings["unit"] or len(self.scores.layers) < len(subject.layers)
+        partial = partial or bool(self.settings["refine"])
         if inverse is not None and not partial:
             calibration = calibrate(subject, batch, proponents, inverse, predicted)
         return {"verify": changes, "calibration": calibration}
@@ -355,12 +373,17 @@ def command_of(
     """The command line that computes these scores; None for a run from Python."""
     if not source:
         return None
-    options = {**source, "method": fit["method"], "fisher": fit["fisher"]}
+    options = dict(source)
+    if "optimizer" in fit:
+        options["curvature"] = "CHECKPOINT"
+    else:
+        options |= {"method": fit["method"], "fisher": fit["fisher"]}
     options |= {"fit_examples": fit.get("examples"), "mode": settings["mode"]}
     options["top"] = settings["top"]
     if build is not None:
         options |= {"dim": build["dim"], "store_dtype": build["dtype"]}
-    options |= {flag: settings[flag] or None for flag in ("unit", "by_layer", "verify")}
+    flags = ("unit", "by_layer", "verify", "refine")
+    options |= {flag: settings[flag] or None for flag in flags}
     words = ["isokron", "attribute", "RUN"]
     for key, value in options.items():
         name = key.replace("_", "-")

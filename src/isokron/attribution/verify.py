@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import Tensor
 
 from isokron.attribution.data import Subject, spread
 from isokron.curvature import Curvature
+from isokron.curvature.gauss_newton import WithWeights
 from isokron.curvature.losses import Likelihood, terms_and_weights
 
 SHARE = 0.01  # largest fraction by which a step lowers the loss of its examples, to first order
@@ -101,7 +101,7 @@ def _at_weights(
     buffers = {name: _wide(buffer) for name, buffer in module.named_buffers()}
 
     def total(weights: Weights, batch: Any) -> Tensor:
-        network: Any = _WithWeights(module, {**weights, **buffers})
+        network: Any = WithWeights(module, {**weights, **buffers})
         loss, batch = subject.loss, _wide(batch)
         if isinstance(loss, Likelihood):
             outputs, targets = loss.forward(network, batch)
@@ -118,19 +118,6 @@ def _at_weights(
     finally:
         for part, training in modes.items():
             part.training = training
-
-
-class _WithWeights:
-    """The model with other weights, callable like the model."""
-
-    def __init__(self, module: nn.Module, weights: Weights) -> None:
-        self.module, self.weights = module, weights
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return functional_call(self.module, self.weights, args, kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.module, name)
 
 
 def _wide(value: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -61,11 +61,44 @@ class RunCurvature(CurvatureOptions):
     fit_examples: int | None = option(
         None, "Fit to N examples, evenly spaced. Default: all.", min=1
     )
+    curvature: Path | None = option(
+        None,
+        "Take the curvature from a checkpoint of the isokron optimizer that has trained the model "
+        "(its state_dict(), or a dict with it under 'optimizer') instead of fitting one.",
+    )
+
+    def check(self) -> None:
+        """Refuse a checkpoint with options that it leaves without effect, or that is missing."""
+        if self.curvature is None:
+            return
+        if replace(self, curvature=None) != RunCurvature():
+            raise ValueError(
+                "--curvature takes what the optimizer has; leave out --method, --fisher, "
+                "--sharing and --fit-examples"
+            )
+        if not self.curvature.is_file():
+            raise ValueError(f"--curvature must be a file, and there is no {self.curvature}")
 
     def fit(self, a: Attributor) -> None:
+        if self.curvature is not None:
+            a.fit(optimizer=read_checkpoint(self.curvature))
+            return
         seed = recorded_source(a.folder.path).seed
         settings: dict[str, Any] = {"fisher": self.fisher, "sharing": self.sharing, "seed": seed}
         a.fit(self.method, examples=self.fit_examples, **settings)
+
+
+def read_checkpoint(path: Path) -> Any:
+    """Tensors and plain values of a file written by torch.save."""
+    import pickle
+
+    import torch
+
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"--curvature {path} is no checkpoint of torch.save: {reason}") from None
 
 
 @dataclass(frozen=True)
@@ -153,6 +186,12 @@ class Scoring:
         "of the run; `attribute` builds one for --dim or if exact scores need more than 4 passes.",
     )
     unit: bool = option(False, "Score by cosine, which ignores the norms of gradients.")
+    refine: int = option(
+        0,
+        "Refine exact scores by N steps of conjugate gradients toward the exact Gauss-Newton "
+        "matrix, a pass over the data each.",
+        min=0,
+    )
     top: int = option(10, "Number of proponents and of opponents per query.", min=1)
 
 
@@ -177,18 +216,23 @@ def attribute(
     """
     # checked before the model is loaded or trained, which may take minutes
     asked.check()
+    curvature.check()
     if scoring.store is False and rows.dim is not None:
         raise ValueError("--dim needs a store and --no-store forbids one; leave out one of them")
+    if scoring.refine and (scoring.store or rows.dim is not None):
+        raise ValueError("--refine needs exact scores; leave out --store and --dim (--no-store)")
     with Display() as progress:
         a = open_run(run, progress, source, resources, check=asked.read)
         queries = asked.read(a.task, a)
         use_store, why = a.choose(queries)
+        if scoring.refine:
+            use_store, why = False, "--refine needs exact scores"
         if not use_store and a.folder.stage("build") is not None:
             use_store, why = True, "the run has a store"
         demanded = scoring.store is not None or rows.dim is not None
         if demanded:
             use_store, why = scoring.store is not False, "as requested"
-        announce(a, progress, curvature, queries)
+        announce(a, progress, curvature, queries, scoring.refine)
         progress(f"scores: {'store' if use_store else 'exact'}; {why}", 0, 0)
         with work():
             curvature.fit(a)
@@ -216,6 +260,7 @@ def fit(run: RunFolder, source: Source, curvature: RunCurvature, machine: Machin
 
       isokron fit runs/digits --task digits --method ekfac
     """
+    curvature.check()
     with Display() as progress:
         a = open_run(run, progress, source, machine)
         announce(a, progress, curvature)
@@ -265,7 +310,7 @@ def score(
     if self_influence == bool(asked.query or asked.prompt):
         raise ValueError("give --query or --prompt, or --self")
     if self_influence:
-        if asked != Asked() or scoring.unit:
+        if asked != Asked() or scoring.unit or scoring.refine:
             raise ValueError("--self goes with --top, --store and --damping only")
         score_self(run, scoring, resources)
         return
@@ -366,7 +411,11 @@ def write_page(run: Path) -> Path:
 
 
 def announce(
-    a: Attributor, progress: Display, curvature: RunCurvature, queries: Sequence[Query] = ()
+    a: Attributor,
+    progress: Display,
+    curvature: RunCurvature,
+    queries: Sequence[Query] = (),
+    refine: int = 0,
 ) -> None:
     """Print covered layers, skipped documents and memory; refuse a run that does not fit."""
     from isokron.report.render import plural
@@ -381,7 +430,8 @@ def announce(
         names = ", ".join(skipped[:3]) + (", …" if len(skipped) > 3 else "")
         count = plural(len(skipped), "document")
         progress(f"skipped {count} with fewer than two tokens: {names}", 0, 0)
-    plan = a.memory_plan(curvature.method, queries)
+    method = "ekfac" if curvature.curvature is not None else curvature.method
+    plan = a.memory_plan(method, queries, refine=refine)
     progress(plan.summary(), 0, 0)
     plan.check()
 

@@ -1,6 +1,7 @@
 """Batched matrix functions on plain tensors."""
 
 from isokron.linalg.cholesky import Cholesky, factorize
+from isokron.linalg.conjugate_gradient import conjugate_gradient
 from isokron.linalg.device_transfer import on_host, sent, surely_all
 from isokron.linalg.eigen import Lifted, eigenbasis, eigh, follow, lift, offdiagonal
 from isokron.linalg.norm_bound import norm_bound
@@ -23,6 +24,7 @@ __all__ = [
     "Lifted",
     "along",
     "compute_alone",
+    "conjugate_gradient",
     "eigenbasis",
     "eigh",
     "factorize",
