@@ -17,6 +17,7 @@ from isokron.attribution.results import Explanation, Scores, check_finite, token
 from isokron.attribution.run_folder import RunFolder
 from isokron.attribution.scorers import ExactScorer, Scored, StoreScorer
 from isokron.attribution.store import DTYPES, Store
+from isokron.attribution.unroll import TrainingRun, UnrolledScorer
 from isokron.curvature import Curvature, find_layers
 from isokron.curvature import fit as fit_curvature
 from isokron.curvature.backward import probe_layers
@@ -130,18 +131,26 @@ class Attributor:
         sharing: str = "expand",
         examples: int | None = None,
         seed: int = 0,
+        run: TrainingRun | None = None,
     ) -> "Attributor":
         """Fit the curvature of the model on its training data, or load it if it was fitted before.
 
         Args:
-            method: "kfac", "ekfac", "tkfac" or "shampoo".
+            method: "kfac", "ekfac", "tkfac" or "shampoo"; "unroll" fits nothing: scores are then
+                derivatives through the training run, see docs/unroll.md.
             fisher: labels from the data ("empirical"), sampled from the model ("sampled"), or all
                 labels weighted by their probability ("exact").
             sharing: how positions that share a weight are treated: one by one ("expand"), or
                 summed per example ("reduce").
             examples: fit to this many training examples, evenly spaced; default: all.
             seed: random seed of sampled labels.
+            run: for "unroll": the training run that made the model.
         """
+        if method == "unroll":
+            scorer = UnrolledScorer.checked(self.subject, self.inverse, self.task, run)
+            self.folder.enter("fit", {"method": "unroll"})
+            self.exact = scorer
+            return self
         settings: dict[str, Any] = {"method": method, "fisher": fisher, "sharing": sharing}
         for name, choices in (("method", METHODS), ("fisher", FISHERS), ("sharing", SHARINGS)):
             if settings[name] not in choices:
@@ -182,6 +191,11 @@ class Attributor:
                 self.curvature.save(self.folder.curvature)
         return self
 
+    @property
+    def is_unrolled(self) -> bool:
+        """Whether scores are derivatives through the training run."""
+        return (self.folder.stage("fit") or {}).get("method") == "unroll"
+
     def _is_fitted(self) -> bool:
         fitted = (self.folder.curvature / "curvature.json").exists()
         if self.subject.ranks is not None:
@@ -192,6 +206,13 @@ class Attributor:
     def curvature(self) -> Curvature | None:
         """The result of `fit`. None if it was never called: H is then the identity."""
         if self.folder.stage("fit") is None:
+            return None
+        if self.is_unrolled:
+            if not isinstance(self.exact, UnrolledScorer):
+                raise ValueError(
+                    f"scores of {self.folder.path} are derivatives through a training run, which "
+                    "is not saved; call fit('unroll', run=…) first"
+                )
             return None
         if not self._is_fitted():
             path = self.folder.path
@@ -255,6 +276,8 @@ class Attributor:
             seed: random seed of the projection.
             queries: the default `dim` is chosen for these; default: some training examples.
         """
+        if self.is_unrolled:
+            raise ValueError(f"{self.folder.path} is unrolled and has no gradients to store")
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {tuple(DTYPES)}, got {dtype!r}")
         if dim is not None and (type(dim) is not int or dim < 1):
@@ -343,6 +366,10 @@ class Attributor:
         settings: dict[str, Any] = {"mode": mode, "unit": unit, "by_layer": by_layer}
         settings |= {"damping": self._damping(damping, use_store), "store": use_store}
         settings |= {"top": top, "verify": verify}
+        if self.is_unrolled:
+            if damping is not None:
+                raise ValueError(f"damping has no meaning for an unrolled run, got {damping:g}")
+            settings["damping"] = None
         scored, noise = self._scored(asked, settings)
         check_finite(scored.scores, asked, self.data.ids)
         scorer = self._store_scorer() if use_store else self.exact

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -21,6 +21,7 @@ from isokron.cli.source import (
     open_run,
     option,
     recorded_source,
+    unroll,
 )
 from isokron.cli.terminal import (
     SHOWN,
@@ -43,7 +44,10 @@ class CurvatureOptions:
     """Options of all commands that fit curvature."""
 
     panel: ClassVar[str] = "Curvature"
-    method: Literal["kfac", "ekfac", "tkfac", "shampoo"] = option("kfac", "Curvature to fit.")
+    method: Literal["kfac", "ekfac", "tkfac", "shampoo", "unroll"] = option(
+        "kfac",
+        "Curvature to fit; `unroll` needs none: scores are derivatives through the training run.",
+    )
     fisher: Literal["empirical", "sampled", "exact"] = option(
         "empirical",
         "Labels: those of the data, sampled from the model, or all of them (a backward pass for "
@@ -62,7 +66,26 @@ class RunCurvature(CurvatureOptions):
         None, "Fit to N examples, evenly spaced. Default: all.", min=1
     )
 
+    def check(self, source: Source, *chosen: Any) -> None:
+        """Refuse options that do not go with --method unroll; chosen: further options."""
+        if self.method != "unroll":
+            return
+        if source.model is not None or source.weights is not None:
+            raise ValueError(
+                "--method unroll needs to train the model itself, and the training run of a model "
+                "from --model or --weights is not known; give --task"
+            )
+        if replace(self, method="kfac") != RunCurvature() or any(chosen):
+            raise ValueError(
+                "--method unroll takes no option of curvature, damping, stores, layers or cosines; "
+                "leave out --fisher, --sharing, --fit-examples, --damping, --dim, --store, "
+                "--by-layer and --unit"
+            )
+
     def fit(self, a: Attributor) -> None:
+        if self.method == "unroll":
+            unroll(a)
+            return
         seed = recorded_source(a.folder.path).seed
         settings: dict[str, Any] = {"fisher": self.fisher, "sharing": self.sharing, "seed": seed}
         a.fit(self.method, examples=self.fit_examples, **settings)
@@ -179,11 +202,15 @@ def attribute(
     asked.check()
     if scoring.store is False and rows.dim is not None:
         raise ValueError("--dim needs a store and --no-store forbids one; leave out one of them")
+    chosen = (resources.damping, rows.dim, scoring.store, asked.by_layer, scoring.unit)
+    curvature.check(source, *(option not in (None, False) for option in chosen))
     with Display() as progress:
         a = open_run(run, progress, source, resources, check=asked.read)
         queries = asked.read(a.task, a)
         use_store, why = a.choose(queries)
-        if not use_store and a.folder.stage("build") is not None:
+        if curvature.method == "unroll":
+            use_store, why = False, "derivatives through the training run"
+        elif not use_store and a.folder.stage("build") is not None:
             use_store, why = True, "the run has a store"
         demanded = scoring.store is not None or rows.dim is not None
         if demanded:
@@ -216,12 +243,13 @@ def fit(run: RunFolder, source: Source, curvature: RunCurvature, machine: Machin
 
       isokron fit runs/digits --task digits --method ekfac
     """
+    curvature.check(source)
     with Display() as progress:
         a = open_run(run, progress, source, machine)
         announce(a, progress, curvature)
         with work():
             curvature.fit(a)
-    typer.echo(f"Curvature: {a.folder.curvature}")
+    typer.echo("Nothing to fit" if a.is_unrolled else f"Curvature: {a.folder.curvature}")
 
 
 def build(run: RunFolder, rows: StoreRows, resources: Resources) -> None:
@@ -390,20 +418,26 @@ def evaluate(
     run: RunFolder,
     subsets: Annotated[int, typer.Option(help="Number of models to retrain.", min=2)] = 20,
     queries: Annotated[int, typer.Option(help="Evaluation examples to score.", min=1)] = 20,
+    fraction: Annotated[
+        float, typer.Option(help="Fraction of the examples in a subset.", min=0, max=1)
+    ] = 0.5,
     flipped: Annotated[
         float, typer.Option(help="Fraction of labels to flip; 0: none.", min=0, max=0.9)
     ] = 0.1,
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
 ) -> None:
-    """Retrain the model on random halves of its data and compare the results with the scores.
+    """Retrain the model on random parts of its data and compare the results with the scores.
 
     Prints the linear datamodelling score (the rank correlation of predicted with actual losses of
     the retrained models), how well self-influence finds flipped labels, and how well projected
-    scores agree with exact ones.
+    scores agree with exact ones. A run of `--method unroll` is retrained with its own seed and
+    batches, in which examples outside of the subset have weight 0.
 
-    Example:
+    Examples:
 
       isokron evaluate runs/digits --subsets 30
+
+      isokron evaluate runs/unrolled --fraction 0.99
     """
     from isokron.attribution.evaluate import evaluate as evaluate_scores
 
@@ -420,6 +454,7 @@ def evaluate(
         if queries > most:
             raise ValueError(f"--queries must be from 1 to the {most} of evaluation, got {queries}")
         settings: dict[str, Any] = {"models": subsets, "flipped": flipped, "seed": seed}
+        settings["fraction"] = fraction
         with work():
             results = evaluate_scores(a, source.trained_on, queries, progress=progress, **settings)
     show_evaluation(results)

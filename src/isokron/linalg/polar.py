@@ -30,7 +30,7 @@ def newton_schulz(
 ) -> Tensor:
     """X ← aX + (bA + cA²)X with A = XXᵀ, from X₀ = matrix/‖matrix‖, `steps` times. [..., m, n]
 
-    The result is detached from the autograd graph.
+    Differentiable where autograd records, as in unrolled training; then by "plain" or "reference".
 
     Args:
         matrix: real matrices; the result has their dtype.
@@ -55,7 +55,7 @@ def newton_schulz(
     if not matrix.is_floating_point():
         raise ValueError(f"newton_schulz needs real floating-point matrices, got {matrix.dtype}")
     triples = schedule(coefficients, steps)
-    matrix = matrix.detach()
+    recorded = torch.is_grad_enabled() and matrix.requires_grad
     if matrix.numel() == 0:
         return matrix.clone()
     on_cpu = matrix.device.type == "cpu"
@@ -65,7 +65,9 @@ def newton_schulz(
     tall = matrix.size(-2) > matrix.size(-1)
     stack = matrix.mT if tall else matrix  # so that A = XXᵀ has the size of the shorter side
     stack = stack.reshape(-1, *stack.shape[-2:])
-    if method == "auto":
+    if recorded and method != "reference":
+        method = "plain"
+    elif method == "auto":
         exact = coefficients is None and steps == 5
         rows, cols = stack.shape[-2:]
         method = quickest(rows, cols, matrix.device, dtype, triples, exact)
@@ -110,11 +112,13 @@ def _polar(
         return _reference(chunk.to(dtype), triples, eps)
     x = chunk.to(torch.promote_types(chunk.dtype, torch.float32))
     # an exact scaling, without which the norm could overflow or fall below `eps`
-    x = x / power_of_two(x.abs().amax((-2, -1)))[:, None, None]
+    x = x / power_of_two(x.detach().abs().amax((-2, -1)))[:, None, None]
     if method == "eigh":
         return _exact(x)
     x = x.to(dtype)
-    x.div_(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=eps))
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=eps)
+    # in place only where autograd does not need x again
+    x = x / norm if x.requires_grad else x.div_(norm)
     return _ITERATIONS[method](x, triples)
 
 
