@@ -170,6 +170,7 @@ def loaded(case: Case) -> Task:
 
 def with_relu(model: nn.Module) -> nn.Module:
     """The ConvNet of digits with ReLU in place of GELU after its convolutions."""
+    assert isinstance(model.features, nn.Sequential)
     features = [nn.ReLU() if isinstance(part, nn.GELU) else part for part in model.features]
     model.features = nn.Sequential(*features)
     return model

@@ -147,7 +147,8 @@ class Attributor:
             run: for "unroll": the training run that made the model.
         """
         if method == "unroll":
-            scorer = UnrolledScorer.checked(self.subject, self.inverse, self.task, run)
+            known = (self.subject, self.inverse, self.task)
+            scorer = UnrolledScorer.checked(*known, run, self.budget.limit)
             self.folder.enter("fit", {"method": "unroll"})
             self.exact = scorer
             return self

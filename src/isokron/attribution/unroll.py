@@ -19,15 +19,18 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from isokron.attribution.data import Subject, to_device
+from isokron.attribution.memory import available_bytes
 from isokron.attribution.queries import Query
 from isokron.attribution.scorers import ExactScorer, Scored, positions
 from isokron.curvature import Curvature
@@ -105,33 +108,65 @@ class TrainingRun:
             self.progress("training", t + 1, len(self.order))
         return point[0]
 
-    def scores(self, queries: QueryLosses, segment: int | None = None) -> Tensor:
+    def scores(
+        self, queries: QueryLosses, *, segment: int | None = None, memory: int | None = None
+    ) -> Tensor:
         """−∂q/∂w of all examples for every query: [Q, N]
 
         Args:
             queries: trained parameters → losses [Q], differentiable.
-            segment: steps between saved states, whose graphs are in memory at once; default: √T.
+            segment: steps between saved states, whose graphs are in memory at once; default: √T,
+                or fewer if their graphs would take more than `memory`.
+            memory: bytes for graphs; default: half of the free memory.
         """
-        total = len(self.order)
-        size = segment or max(1, math.isqrt(total))
-        saved, point = [(self.params, self.state)], (self.params, self.state)
+        total, tape, saved = len(self.order), list[Recorded](), list[Any]()
+        size = segment or self._segment(memory)
+        starts, point = range(0, total, size), (self.params, self.state)
         for t in range(total):
-            point = self._advanced(point, t)
-            if (t + 1) % size == 0 or t + 1 == total:
+            if t in starts:
                 saved.append(point)
+            if t < starts[-1]:
+                point = self._advanced(point, t)
+            else:  # the graphs of the last segment are kept
+                recorded, point = self._recorded(point, t)
+                tape.append(recorded)
             self.progress("training", t + 1, total)
+        if len(starts) == 1:
+            # nothing is computed again, except for this check
+            check_end(self._advanced(saved[0], 0), tape[0].outputs, range(1))
         adjoints = self._final_adjoints(point, queries)
         count = max(len(adjoint) for adjoint in adjoints if adjoint is not None)
-        scores = torch.zeros(count, self.examples, dtype=_floating(tree_flatten(point)[0])[0].dtype)
-        for start in reversed(range(0, total, size)):
-            end, steps = saved.pop(), range(start, min(start + size, total))
-            tape = self._record(saved[-1], end, steps)
+        scores = torch.zeros(count, self.examples, dtype=tape[0].weights.dtype)
+        for start in reversed(starts):
+            steps, end, point = range(start, min(start + size, total)), point, saved.pop()
+            begin = point
+            for t in steps if not tape else ():
+                recorded, begin = self._recorded(begin, t)
+                tape.append(recorded)
+            check_end(tape[-1].outputs, end, steps)
             for t in reversed(steps):
                 # a step's graph is freed as soon as it is reversed
                 adjoints, slopes = tape.pop().pulled_back(adjoints)
                 scores.index_add_(1, self.order[t].cpu(), -slopes.cpu())
-            self.progress("unroll", total - start, total)
+                self.progress("unroll", total - t, total)
         return scores
+
+    def _segment(self, memory: int | None) -> int:
+        """√T steps, or as many as have graphs that fit in memory."""
+        sizes: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        point, total = (self.params, self.state), len(self.order)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            recorded, _ = self._recorded(point, 0)
+        if memory is None:
+            memory = available_bytes(recorded.weights.device) // 2
+        graphs = memory // max(1, sum(sizes.values()))
+        return max(1, min(math.isqrt(total), graphs))
 
     def _advanced(self, point: Any, t: int, weights: Tensor | None = None) -> Any:
         """(params, state) after step t, without a graph."""
@@ -143,24 +178,20 @@ class TrainingRun:
             advanced = self.step(params, state, self.batch(numbers), of_batch.to(leaves[0]))
         return tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, advanced)
 
-    def _record(self, start: Any, end: Any, steps: range) -> list[Recorded]:
-        """Steps computed again with their graphs; refused if they do not end in `end`."""
-        tape, point = [], start
-        for t in steps:
-            leaves, shape = _leaves(point)
-            weights = torch.ones(len(self.order[t])).to(leaves[0]).requires_grad_()
-            with torch.enable_grad():
-                params, state = tree_unflatten(leaves, shape)
-                point = self.step(params, state, self.batch(self.order[t]), weights)
-            outputs, new_shape = tree_flatten(point)
-            if new_shape != shape:
-                raise ValueError(
-                    f"step must return params and state in the form in which it gets them, got "
-                    f"{new_shape} for {shape}"
-                )
-            tape.append(Recorded(_floating(leaves), _floating(outputs), weights))
-        check_end(point, end, steps)
-        return tape
+    def _recorded(self, point: Any, t: int) -> tuple[Recorded, Any]:
+        """Step t with its graph, and (params, state) after it."""
+        leaves, shape = _leaves(point)
+        weights = torch.ones(len(self.order[t])).to(leaves[0]).requires_grad_()
+        with torch.enable_grad():
+            params, state = tree_unflatten(leaves, shape)
+            point = self.step(params, state, self.batch(self.order[t]), weights)
+        outputs, new_shape = tree_flatten(point)
+        if new_shape != shape:
+            raise ValueError(
+                f"step must return params and state in the form in which it gets them, got "
+                f"{new_shape} for {shape}"
+            )
+        return Recorded(_floating(leaves), _floating(outputs), weights), point
 
     def _final_adjoints(self, point: Any, queries: QueryLosses) -> Adjoints:
         """∂q/∂(θ_T, s_T): one [Q, ...] per leaf, None where it is zero."""
@@ -184,13 +215,15 @@ def vector_jacobian(
         row = [adjoint[q] for adjoint in adjoints]
         keep = q + 1 < count
         rows.append(torch.autograd.grad(outputs, inputs, row, retain_graph=keep, allow_unused=True))
-    return [None if c[0] is None else torch.stack(c) for c in zip(*rows, strict=True)]
+    # a view for the usual single query
+    joined = torch.stack if count > 1 else lambda column: column[0][None]
+    return [None if c[0] is None else joined(c) for c in zip(*rows, strict=True)]
 
 
 def check_end(point: Any, end: Any, steps: range) -> None:
     """Refuse steps that end elsewhere when they are computed again."""
     for leaf, first in zip(*(_floating(tree_flatten(x)[0]) for x in (point, end)), strict=True):
-        difference = float((leaf.detach() - first).norm())
+        difference, first = float((leaf.detach() - first.detach()).norm()), first.detach()
         # devices that add in any order differ in the last bits
         if not difference <= torch.finfo(first.dtype).eps ** 0.5 * float(first.norm()):
             raise ValueError(
@@ -269,7 +302,9 @@ def task_run(
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(state["generator"])
             model.train()
-            losses = bound.at(params, batch)
+            # fused attention has no second derivative
+            with sdpa_kernel(SDPBackend.MATH):
+                losses = bound.at(params, batch)
             generator = torch.get_rng_state()
         recorded, done = weights.requires_grad, int(state["step"])
         loss = (weights * losses).sum() / len(losses)
@@ -294,7 +329,7 @@ def task_run(
     generator = torch.Generator().manual_seed(seed).get_state()
     state = {"optimizer": functional.initial_state(params), "generator": generator}
     state["step"] = torch.tensor(0)
-    return TrainingRun(step, params, state, batch, order, len(numbers), progress)
+    return TrainingRun(step, params, state, batch, list(order), len(numbers), progress)
 
 
 def refuse_buffers(bound: _Bound, batch: Batch) -> None:
@@ -319,6 +354,7 @@ class UnrolledScorer(ExactScorer):
 
     task: Task
     run: TrainingRun
+    memory: int
 
     @classmethod
     def checked(
@@ -327,6 +363,7 @@ class UnrolledScorer(ExactScorer):
         inverse: Callable[[float], Curvature | None],
         task: Task | None,
         run: TrainingRun | None,
+        memory: int,
     ) -> "UnrolledScorer":
         if task is None or run is None or subject.ranks is not None:
             raise ValueError(
@@ -338,7 +375,7 @@ class UnrolledScorer(ExactScorer):
                 f"run must have the {len(subject.data)} training examples of the attributor, got "
                 f"{run.examples}; give both the same examples"
             )
-        return cls(subject, inverse, task, run)
+        return cls(subject, inverse, task, run, memory)
 
     def scores(
         self,
@@ -357,7 +394,7 @@ class UnrolledScorer(ExactScorer):
             raise ValueError(f"{name} must be False for an unrolled run: it has no gradients")
         batches, bound = self._batches_of(queries), _Bound(self.subject.model, self._losses)
 
-        def losses(params: Mapping[str, Tensor], asked: Sequence[Any]) -> Tensor:
+        def losses(asked: Sequence[Any], params: Mapping[str, Tensor]) -> Tensor:
             self._check_model(params)
             values = torch.stack([bound.at(params, batch).sum() for batch in asked])
             return values.mean()[None] if mean else values
@@ -367,7 +404,7 @@ class UnrolledScorer(ExactScorer):
         with unchanged(self.subject.model):
             for first in range(0, len(queries), size):
                 asked = batches[first : first + size]
-                parts.append(self.run.scores(lambda params, asked=asked: losses(params, asked)))
+                parts.append(self.run.scores(partial(losses, asked), memory=self.memory))
             with torch.no_grad():
                 passes = [bound(batch).cpu() for batch in self.subject.batches(plan)]
         order = positions(plan, None)

@@ -1,21 +1,18 @@
 """A step of an optimizer as a function (θ, s, g) → (θ, s) that autograd can differentiate.
 
-Elementwise methods (AdamW, and torch.optim.SGD) work on one vector per list of parameters. Methods
+Elementwise methods (AdamW, and torch.optim.SGD) work on vectors of many parameters. Methods
 of blocks run the engine's own code on copies of the state. Statistics, roots and eigenbases are
 those of the run and count as constants: derivatives go through the moments and the weights only.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from isokron.optim.adamw_lists import FusedList
 from isokron.optim.blocks import Batch, BatchStep, Copies, writable, write_back
-from isokron.optim.flat_buffer import FlatList
 from isokron.optim.moments import BASES, SECOND_MOMENTS, SYMMETRIC, heavy_ball_
 from isokron.optim.natural_gradient import NaturalGradient
 from isokron.optim.preconditioned import Preconditioned
@@ -29,16 +26,23 @@ Group = dict[str, Any]
 State = dict[str, Tensor]
 
 
-@dataclass(frozen=True, eq=False)
-class Part:
-    """Parameters that are stepped together: a batch of blocks, or a list for an elementwise method.
+class Blocks(NamedTuple):
+    """A batch of blocks of a parameter group."""
 
-    group: number of the parameter group; names: of the parameters of a list.
+    batch: Batch
+    group: int
+
+
+class Vector(NamedTuple):
+    """Parameters that an elementwise method steps as one vector.
+
+    Their groups may differ in learning rate and in decoupled weight decay, lr and decay: [n].
     """
 
+    names: list[str]
     group: int
-    names: tuple[str, ...] = ()
-    batch: Batch | None = None
+    lr: Tensor
+    decay: Tensor
 
 
 class FunctionalStep:
@@ -64,26 +68,48 @@ class FunctionalStep:
                     f"the model, got {param.dtype} of shape {tuple(param.shape)}"
                 )
         self.parts = self._parts()
-        views = (view for part in self.parts if part.batch is not None for view in part.batch.views)
+        views = [
+            view for part in self.parts if isinstance(part, Blocks) for view in part.batch.views
+        ]
         self.cut = {self.names[view.param] for view in views}
 
-    def _parts(self) -> list[Part]:
-        if not isinstance(self.optimizer, Preconditioned):
-            groups = enumerate(self.groups)
-            return [Part(i, tuple(self.names[p] for p in group["params"])) for i, group in groups]
-        parts = []
-        for i, layout in enumerate(self.optimizer._current_layouts()):
-            parts += [Part(i, batch=batch) for batch in layout.batches]
-            for listed in layout.adamw:
-                assert isinstance(listed, FusedList | FlatList)
-                parts.append(Part(i, tuple(self.names[param] for param in listed.params)))
-        return parts
+    def _parts(self) -> list[Blocks | Vector]:
+        blocks: list[Blocks] = []
+        if isinstance(self.optimizer, Preconditioned):
+            layouts = self.optimizer._current_layouts()
+            blocks = [
+                Blocks(batch, i) for i, layout in enumerate(layouts) for batch in layout.batches
+            ]
+            elementwise = [[p for x in layout.adamw for p in x.params] for layout in layouts]
+        else:
+            elementwise = [group["params"] for group in self.groups]
+        # one vector for all groups that can share it: many small ones take longer
+        shared: dict[Any, list[tuple[int, Tensor]]] = {}
+        for i, params in enumerate(elementwise):
+            for param in params:
+                key = (*_shared(self.groups[i]), param.dtype, param.device)
+                shared.setdefault(key, []).append((i, param))
+        vectors = []
+        for pairs in shared.values():
+            rates = [self._rates(self.groups[i], param) for i, param in pairs]
+            lr, decay = (torch.cat(rows) for rows in zip(*rates, strict=True))
+            vectors.append(Vector([self.names[p] for _, p in pairs], pairs[0][0], lr, decay))
+        return [*blocks, *vectors]
+
+    def _rates(self, group: Group, param: Tensor) -> tuple[Tensor, Tensor]:
+        """Learning rate and decoupled decay at the peak, for every entry of a parameter."""
+        lr, decay = group["lr"], 0.0
+        if isinstance(self.optimizer, Preconditioned):
+            lr = learning_rate(group)
+            decay = 0.0 if group["decay"] == "l2" else group["weight_decay"]
+        vector = torch.ones_like(param.detach()).flatten()
+        return lr * vector, decay * vector
 
     def initial_state(self, params: Mapping[str, Tensor]) -> list[State]:
         """The state before the first step, one dict per part."""
         states: list[State] = []
         for part in self.parts:
-            if part.batch is not None:
+            if isinstance(part, Blocks):
                 state = {key: value.clone() for key, value in part.batch.state.items()}
                 states.append({**state, "refreshed": part.batch.refreshed.clone()})
             else:
@@ -103,18 +129,27 @@ class FunctionalStep:
         """Parameters and state after step number `count` (from 1) at `scale` times the lr."""
         # blocks are written in place, into copies
         stepped = {n: value.clone() if n in self.cut else value for n, value in params.items()}
+        groups: list[Group] = []
+        for group in self.groups:
+            groups.append({**group, "lr": scale * group["lr"], "initial_lr": group["lr"]})
+            if isinstance(self.optimizer, Preconditioned):
+                note_peak_(groups[-1])
         new_states = []
         for part, state in zip(self.parts, states, strict=True):
-            lr = self.groups[part.group]["lr"]
-            group = {**self.groups[part.group], "lr": scale * lr, "initial_lr": lr}
-            if part.batch is not None:
+            if isinstance(part, Blocks):
+                group = groups[part.group]
                 new_states.append(
                     self._step_blocks(part.batch, stepped, state, grads, group, count)
                 )
                 continue
-            update = sgd_update if isinstance(self.optimizer, SGD) else adamw_update
-            vectors = _joined(params, part.names), _joined(grads, part.names)
-            weights, new_state = update(*vectors, state, group, count)
+            weights, grad = _joined(params, part.names), _joined(grads, part.names)
+            direct = sgd_direction if isinstance(self.optimizer, SGD) else adamw_direction
+            group = groups[part.group]
+            direction, new_state = direct(weights, grad, state, group, count)
+            lr, decay = scale * part.lr, part.decay
+            if group.get("decay") == "corrected":
+                decay = decay * (group["lr"] / group["peak_lr"])
+            weights = (1 - lr * decay) * weights - lr * direction
             sizes = [params[name].numel() for name in part.names]
             for name, values in zip(part.names, weights.split(sizes), strict=True):
                 stepped[name] = values.view(params[name].shape)
@@ -136,7 +171,6 @@ class FunctionalStep:
         """
         optimizer, names = self.optimizer, self.names
         assert isinstance(optimizer, Preconditioned)
-        note_peak_(group)
         work = {
             key: value.clamp_min(FLOOR) if key in SECOND_MOMENTS else value.clone()
             for key, value in state.items()
@@ -172,35 +206,40 @@ class FunctionalStep:
         return {**{key: work[key] for key in batch.state}, "refreshed": batch.refreshed.clone()}
 
 
-def adamw_update(
+def adamw_direction(
     weights: Tensor, grad: Tensor, state: State, group: Group, count: int
 ) -> tuple[Tensor, State]:
     """AdamW on vectors, by the formula of `isokron.optim.adamw_lists`."""
-    note_peak_(group)
     beta1, beta2 = group["betas"]
-    if group["maximize"]:
-        grad = -grad
+    grad = -grad if group["maximize"] else grad
     if group["weight_decay"] and group["decay"] == "l2":
         grad = grad + group["weight_decay"] * weights
     mean = torch.lerp(state["mean"], grad, 1 - beta1)
-    square = beta2 * state["square"].clamp_min(FLOOR) + (1 - beta2) * grad * grad
-    deviation = square.sqrt() / (1 - beta2**count) ** 0.5 + group["eps"]
-    lr = learning_rate(group)
-    weights = (1 - lr * decay_rate(group)) * weights - lr / (1 - beta1**count) * mean / deviation
-    return weights, {"mean": mean, "square": square}
+    square = beta2 * state["square"].clamp_min(FLOOR) + (1 - beta2) * grad.square()
+    deviation = (square / (1 - beta2**count)).sqrt() + group["eps"]
+    return mean / (1 - beta1**count) / deviation, {"mean": mean, "square": square}
 
 
-def sgd_update(
+def sgd_direction(
     weights: Tensor, grad: Tensor, state: State, group: Group, count: int
 ) -> tuple[Tensor, State]:
-    """torch.optim.SGD on vectors: B ← μB + (1−τ)G, W ← W − lr·B, or W − lr(G + μB)."""
+    """torch.optim.SGD on vectors: B ← μB + (1−τ)G; B, or G + μB with Nesterov."""
     grad = (-grad if group["maximize"] else grad) + group["weight_decay"] * weights
     rate = group["momentum"]
     # torch starts with B = G, whatever the dampening τ is
     new = grad if count == 1 else (1 - group["dampening"]) * grad
     momentum = rate * state["momentum"] + new if rate else state["momentum"]
     direction = grad + rate * momentum if group["nesterov"] else momentum if rate else grad
-    return weights - group["lr"] * direction, {"momentum": momentum}
+    return direction, {"momentum": momentum}
+
+
+def _shared(group: Group) -> tuple[Any, ...]:
+    """All that a vector's direction depends on, as the settings that its groups must share."""
+    if "dampening" in group:
+        names = ("momentum", "dampening", "nesterov", "maximize", "weight_decay")
+        return tuple(group[name] for name in names)
+    added = group["weight_decay"] if group["decay"] == "l2" else 0.0
+    return (tuple(group["betas"]), group["eps"], group["maximize"], group["decay"], added)
 
 
 def _joined(tensors: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
