@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -59,8 +59,8 @@ class Case:
 
 CASES = {
     "digits": Case("digits-tiny", 3e-3, 150),
-    "mnist": Case("mnist-tiny", 3e-3, 200),
-    "speeches": Case("speeches-tiny", 3e-3, 200, examples=2_000),
+    "mnist": Case("mnist-tiny", 3e-3, 150),
+    "speeches": Case("speeches-tiny", 3e-3, 100, examples=1_000),
     "sgd": Case("digits-tiny", 0.1, 150, "torch.optim:SGD(momentum=0.9)"),
     "muon": Case("digits-tiny", 3e-3, 150, "muon"),
     "soap": Case("digits-tiny", 3e-3, 150, "soap"),
@@ -104,28 +104,31 @@ class Study:
             losses = self.losses(self.run().train(self.members[k].float()))
         return {"losses": losses.tolist()}
 
+    @cached_property
+    def unrolled(self) -> Tensor:
+        return self.run().scores(self.losses)
+
     def scores(self) -> dict[str, Tensor]:
         """[Q, N] by method."""
-        run = self.run()
         trained = copy.deepcopy(self.model)
-        trained.load_state_dict(run.train(), strict=False)
+        trained.load_state_dict(self.run().train(), strict=False)
         asked = [Query(batch, (Shown(),), "") for batch in self.queries]
         with tempfile.TemporaryDirectory() as folder:
             a = isokron.Attributor(folder, trained, task=self.task).fit("ekfac")
             gradients = ExactScorer(a.subject, lambda damping: None)
             return {
-                "unroll": run.scores(self.losses),
+                "unroll": self.unrolled,
                 "ekfac": a.exact.scores(asked, 0.1, block=len(asked)).scores,
                 "gradients": gradients.scores(asked, 0.1, block=len(asked)).scores,
             }
 
     def times(self) -> dict[str, float]:
         """Seconds of training, and of the derivative for one query and for all."""
-        train = min(measured(self.train_plainly) for _ in range(3))
         run = self.run()
-        forward = min(measured(run.train) for _ in range(3))
-        one = min(measured(lambda: run.scores(lambda p: self.losses(p)[:1])) for _ in range(2))
-        every = measured(lambda: run.scores(self.losses))
+        train = min(measured(self.train_plainly) for _ in range(3))
+        forward = min(measured(run.train) for _ in range(2))
+        one = measured(lambda: run.scores(lambda params: self.losses(params)[:1]))
+        every = measured(lambda: self.unrolled)
         return {
             "train": train,
             "functional": forward,
