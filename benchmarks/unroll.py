@@ -37,7 +37,8 @@ from isokron import tasks
 from isokron.attribution.evaluate import lds_by_query, subsets
 from isokron.attribution.queries import Query
 from isokron.attribution.scorers import ExactScorer
-from isokron.attribution.unroll import TrainingRun, task_run
+from isokron.attribution.task_run import task_run
+from isokron.attribution.unroll import TrainingRun
 from isokron.optimizers_by_name import resolve
 from isokron.tasks import Examples, Shown, Task
 from isokron.training import batch_order, make_model, warmup_cosine

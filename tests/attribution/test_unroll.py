@@ -16,7 +16,8 @@ from torch.optim.lr_scheduler import LambdaLR
 import isokron
 from isokron import Attributor
 from isokron.attribution.evaluate import evaluate
-from isokron.attribution.unroll import TrainingRun, task_run
+from isokron.attribution.task_run import task_run
+from isokron.attribution.unroll import TrainingRun
 from isokron.tasks import Examples, Task
 from isokron.training import batch_order, make_model, make_optimizer, train_, warmup_cosine
 

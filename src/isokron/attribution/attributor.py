@@ -17,7 +17,8 @@ from isokron.attribution.results import Explanation, Scores, check_finite, token
 from isokron.attribution.run_folder import RunFolder
 from isokron.attribution.scorers import ExactScorer, Scored, StoreScorer
 from isokron.attribution.store import DTYPES, Store
-from isokron.attribution.unroll import TrainingRun, UnrolledScorer
+from isokron.attribution.task_run import UnrolledScorer
+from isokron.attribution.unroll import TrainingRun
 from isokron.curvature import Curvature, find_layers
 from isokron.curvature import fit as fit_curvature
 from isokron.curvature.backward import probe_layers
@@ -147,8 +148,9 @@ class Attributor:
             run: for "unroll": the training run that made the model.
         """
         if method == "unroll":
-            known = (self.subject, self.inverse, self.task)
-            scorer = UnrolledScorer.checked(*known, run, self.budget.limit)
+            scorer = UnrolledScorer.checked(
+                self.subject, self.inverse, self.task, run, self.budget.limit
+            )
             self.folder.enter("fit", {"method": "unroll"})
             self.exact = scorer
             return self

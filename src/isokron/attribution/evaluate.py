@@ -240,7 +240,7 @@ def evaluate(
         )
     # imported here, since scorers need the measures of this module
     from isokron.attribution.scorers import ExactScorer
-    from isokron.attribution.unroll import UnrolledScorer
+    from isokron.attribution.task_run import UnrolledScorer
 
     if isinstance(a.exact, UnrolledScorer):
         # there is no curvature to project, and no self-influence

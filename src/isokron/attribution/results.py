@@ -19,7 +19,7 @@ from torch import Tensor
 from isokron.attribution.data import hash_of, to_device
 from isokron.attribution.queries import Query
 from isokron.attribution.scorers import ExactScorer
-from isokron.attribution.unroll import UnrolledScorer
+from isokron.attribution.task_run import UnrolledScorer
 from isokron.attribution.verify import calibrate, verify
 from isokron.curvature.backward import unchanged
 from isokron.distributed.rank_tasks import in_turn, share, together

@@ -240,7 +240,7 @@ def open_run(
 def unroll(a: Attributor) -> None:
     """Let scores of a run be derivatives through the training of its model by `load_model`."""
     from isokron.attribution.data import spread
-    from isokron.attribution.unroll import task_run
+    from isokron.attribution.task_run import task_run
     from isokron.training import make_model, make_optimizer
 
     source, task = recorded_source(a.folder.path), a.task
