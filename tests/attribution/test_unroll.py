@@ -235,6 +235,24 @@ def test_dropout_is_that_of_the_run() -> None:
     torch.testing.assert_close(run.train(), dict(trained.named_parameters()), rtol=0, atol=1e-8)
 
 
+class Attention(nn.Module):
+    """Inputs [n, 5] as three tokens of width 4, by attention, to class scores [n, 3]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs, self.head = nn.Linear(5, 36).double(), nn.Linear(12, 3).double()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        parts = self.inputs(inputs).view(-1, 1, 3, 12).chunk(3, -1)
+        return self.head(nn.functional.scaled_dot_product_attention(*parts).flatten(1))
+
+
+def test_attention_that_torch_fuses_is_unrolled() -> None:
+    task = small_task(Attention)
+    run, queries = run_of(OPTIMIZERS["adamw"], task), query_losses(task)
+    assert_close(run.scores(queries), finite_differences(run.train, queries))
+
+
 def test_what_has_no_derivative_is_refused() -> None:
     def batch_norm() -> nn.Module:
         return nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()

@@ -245,11 +245,11 @@ def unroll(a: Attributor) -> None:
 
     source, task = recorded_source(a.folder.path), a.task
     assert task is not None
-    steps = STEPS if source.steps is None else source.steps
-    if not steps or task.trained:
+    steps = (0 if task.trained else STEPS) if source.steps is None else source.steps
+    if not steps:
         raise ValueError(
-            "--method unroll needs a model that is trained here, in at least one step; leave out "
-            "--steps 0, and give a task without a trained model"
+            "--method unroll needs a model that is trained here, in at least one step, got a task "
+            "with a trained model or --steps 0; give --steps"
         )
     model = make_model(task, source.seed).to(a.subject.device)
     examples = spread(len(task.train), source.examples or len(task.train))
