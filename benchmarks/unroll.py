@@ -59,17 +59,17 @@ class Case:
 
 
 CASES = {
-    "digits": Case("digits-tiny", 3e-3, 150),
-    "mnist": Case("mnist-tiny", 3e-3, 150),
-    "speeches": Case("speeches-tiny", 3e-3, 100, examples=1_000),
-    "sgd": Case("digits-tiny", 0.1, 150, "torch.optim:SGD(momentum=0.9)"),
-    "muon": Case("digits-tiny", 3e-3, 150, "muon"),
-    "soap": Case("digits-tiny", 3e-3, 150, "soap"),
-    "shampoo": Case("digits-tiny", 3e-3, 150, "shampoo"),
-    "katie": Case("digits-tiny", 3e-3, 150, "katie"),
-    "lr-0.01": Case("digits-tiny", 1e-2, 150),
+    "digits": Case("digits-tiny", 1e-3, 150),
+    "mnist": Case("mnist-tiny", 1e-3, 150),
+    "speeches": Case("speeches-tiny", 1e-3, 100, examples=1_000),
+    "sgd": Case("digits-tiny", 0.05, 150, "torch.optim:SGD(momentum=0.9)"),
+    "muon": Case("digits-tiny", 1e-3, 150, "muon"),
+    "soap": Case("digits-tiny", 1e-3, 150, "soap"),
+    "shampoo": Case("digits-tiny", 1e-3, 150, "shampoo"),
+    "katie": Case("digits-tiny", 1e-3, 150, "katie"),
+    "lr-0.003": Case("digits-tiny", 3e-3, 150),
     "lr-0.03": Case("digits-tiny", 3e-2, 150),
-    "relu": Case("digits-tiny", 3e-3, 150, relu=True),
+    "relu": Case("digits-tiny", 1e-3, 150, relu=True),
     "relu-lr-0.03": Case("digits-tiny", 3e-2, 150, relu=True),
 }
 

@@ -61,7 +61,8 @@ class FunctionalStep:
         self.names = {param: name for name, param in params.items()}
         for group in self.groups:
             _check(optimizer, group)
-        for param in (param for group in self.groups for param in group["params"]):
+        stepped = [p for group in self.groups for p in group["params"] if p.requires_grad]
+        for param in stepped:
             if param.dtype not in (torch.float32, torch.float64) or param not in self.names:
                 raise ValueError(
                     f"{type(optimizer).__name__}: unrolling needs float32 or float64 parameters of "
@@ -82,7 +83,7 @@ class FunctionalStep:
             ]
             elementwise = [[p for x in layout.adamw for p in x.params] for layout in layouts]
         else:
-            elementwise = [group["params"] for group in self.groups]
+            elementwise = [[p for p in g["params"] if p.requires_grad] for g in self.groups]
         # one vector for all groups that can share it: many small ones take longer
         shared: dict[Any, list[tuple[int, Tensor]]] = {}
         for i, params in enumerate(elementwise):
