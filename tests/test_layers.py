@@ -27,6 +27,7 @@ ALLOWED = {
         "operators",
         "curvature",
         "distributed",
+        "optim",
         "tasks",
         "report",
     },

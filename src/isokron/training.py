@@ -10,6 +10,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_model
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import isokron
@@ -69,6 +70,11 @@ def evaluation_loss(model: nn.Module, task: Task) -> float:
     return torch.cat(losses).double().mean().item()
 
 
+def make_optimizer(model: nn.Module, lr: float) -> Optimizer:
+    """The optimizer of `train_`."""
+    return isokron.AdamW(isokron.param_groups(model), lr=lr)
+
+
 def train_(
     model: nn.Module,
     task: Task,
@@ -80,7 +86,7 @@ def train_(
 ) -> None:
     """Train with AdamW. examples: indices of the training examples to use; default: all."""
     numbers = torch.as_tensor(range(len(task.train)) if examples is None else examples)
-    optimizer = isokron.AdamW(isokron.param_groups(model), lr=lr)
+    optimizer = make_optimizer(model, lr)
     schedule = LambdaLR(optimizer, lambda step: warmup_cosine(step, steps))
     model.train()
     with torch.random.fork_rng(devices=[]):

@@ -242,6 +242,47 @@ def test_a_run_is_evaluated(isokron: Call, tmp_path: Path) -> None:
     assert (tmp_path / "run" / "evaluation" / "evaluation.json").exists()
 
 
+def test_a_training_run_is_unrolled(isokron: Call, tmp_path: Path) -> None:
+    command = ["attribute", "run", *TASK, "--method", "unroll", "--query", "eval:0-1"]
+    code, out, err = isokron(*command)
+    assert code == 0, err
+    assert "scores: exact; derivatives through the training run" in err
+    assert "row " in out
+    first = contents(tmp_path / "run")
+    record = json.loads(next((tmp_path / "run" / "scores").glob("*.json")).read_text())
+    assert record["method"]["method"] == "unroll"
+    assert "--method unroll" in record["command"]
+    assert "--fisher" not in record["command"]
+    assert "derivative through the training run" in first["report.html"].decode()
+    assert isokron(*command)[0] == 0
+    assert contents(tmp_path / "run") == first
+    answer = isokron("query", "run", "--top", "1", "--json", stdin="eval:0\n")
+    assert answer[0] == 0, answer[2]
+    top = record["answers"][0]["proponents"][0]
+    assert json.loads(answer[1])["proponents"][0]["score"] == pytest.approx(top["score"])
+    options = ["--subsets", "4", "--queries", "2", "--fraction", "0.9"]
+    code, out, err = isokron("evaluate", "run", *options)
+    assert code == 0, err
+    assert "unroll" in out
+    assert "Rank correlation" not in out
+    results = json.loads((tmp_path / "run" / "evaluation" / "evaluation.json").read_text())
+    assert (results["fraction"], results["same_batches"]) == (0.9, True)
+    fails(isokron("build", "run"), 1, "has no gradients to store")
+    fails(isokron("score", "run", "--self"), 1, "no self-influence")
+
+
+def test_what_cannot_be_unrolled_is_refused_before_any_work(isokron: Call, tmp_path: Path) -> None:
+    asked = ["--method", "unroll", "--query", "eval:0"]
+    files = ["--model", "m", "--data", "d.jsonl"]
+    fails(isokron("attribute", "run", *files, *asked), 2, "training run of a model from --model")
+    for options in (["--damping", "0.1"], ["--dim", "4"], ["--unit"], ["--fisher", "exact"]):
+        message = "--method unroll takes no option of curvature"
+        fails(isokron("attribute", "run", *TASK, *asked, *options), 2, message)
+    untrained = [*TASK[:2], "--steps", "0"]
+    fails(isokron("attribute", "run", *untrained, *asked), 1, "in at least one step")
+    assert not (tmp_path / "run" / "scores").exists()
+
+
 def test_a_run_goes_through_few_files(isokron: Call) -> None:
     """Files of the package whose functions `attribute` calls: what a reader has to follow."""
     options, files = [*TASK[:2], "--steps", "0"], set()

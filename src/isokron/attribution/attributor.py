@@ -18,6 +18,8 @@ from isokron.attribution.results import Explanation, Scores, check_finite, token
 from isokron.attribution.run_folder import RunFolder
 from isokron.attribution.scorers import ExactScorer, Scored, StoreScorer
 from isokron.attribution.store import DTYPES, Store
+from isokron.attribution.task_run import UnrolledScorer
+from isokron.attribution.unroll import TrainingRun
 from isokron.curvature import Curvature, find_layers
 from isokron.curvature import fit as fit_curvature
 from isokron.curvature.backward import probe_layers
@@ -134,11 +136,13 @@ class Attributor:
         examples: int | None = None,
         seed: int = 0,
         optimizer: Any = None,
+        run: TrainingRun | None = None,
     ) -> "Attributor":
         """Fit the curvature of the model on its training data, or load it if it was fitted before.
 
         Args:
-            method: "kfac", "ekfac", "tkfac" or "shampoo".
+            method: "kfac", "ekfac", "tkfac" or "shampoo"; "unroll" fits nothing: scores are then
+                derivatives through the training run, see docs/unroll.md.
             fisher: labels from the data ("empirical"), sampled from the model ("sampled"), or all
                 labels weighted by their probability ("exact").
             sharing: how positions that share a weight are treated: one by one ("expand"), or
@@ -148,9 +152,17 @@ class Attributor:
             optimizer: take the curvature from this Shampoo, SOAP, Katie, NaturalGradient or AdamW
                 of isokron that has trained the model, or from its state_dict(), instead of from the
                 data; the other arguments do not count.
+            run: for "unroll": the training run that made the model.
         """
         if optimizer is not None:
             return self._take_curvature(optimizer)
+        if method == "unroll":
+            scorer = UnrolledScorer.checked(
+                self.subject, self.inverse, self.task, run, self.budget.limit
+            )
+            self.folder.enter("fit", {"method": "unroll"})
+            self.exact = scorer
+            return self
         settings: dict[str, Any] = {"method": method, "fisher": fisher, "sharing": sharing}
         for name, choices in (("method", METHODS), ("fisher", FISHERS), ("sharing", SHARINGS)):
             if settings[name] not in choices:
@@ -212,6 +224,11 @@ class Attributor:
                 curvature.save(self.folder.curvature)
         return self
 
+    @property
+    def is_unrolled(self) -> bool:
+        """Whether scores are derivatives through the training run."""
+        return (self.folder.stage("fit") or {}).get("method") == "unroll"
+
     def _is_fitted(self) -> bool:
         fitted = (self.folder.curvature / "curvature.json").exists()
         if self.subject.ranks is not None:
@@ -222,6 +239,13 @@ class Attributor:
     def curvature(self) -> Curvature | None:
         """The result of `fit`. None if it was never called: H is then the identity."""
         if self.folder.stage("fit") is None:
+            return None
+        if self.is_unrolled:
+            if not isinstance(self.exact, UnrolledScorer):
+                raise ValueError(
+                    f"scores of {self.folder.path} are derivatives through a training run, which "
+                    "is not saved; call fit('unroll', run=…) first"
+                )
             return None
         if not self._is_fitted():
             path = self.folder.path
@@ -289,6 +313,8 @@ class Attributor:
             seed: random seed of the projection.
             queries: the default `dim` is chosen for these; default: some training examples.
         """
+        if self.is_unrolled:
+            raise ValueError(f"{self.folder.path} is unrolled and has no gradients to store")
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {tuple(DTYPES)}, got {dtype!r}")
         if dim is not None and (type(dim) is not int or dim < 1):
@@ -379,13 +405,19 @@ class Attributor:
         use_store = self.folder.stage("build") is not None if store is None else store
         settings: dict[str, Any] = {"mode": mode, "unit": unit, "by_layer": by_layer}
         settings |= {"top": top, "verify": verify, "refine": refine, "store": use_store}
-        if check_steps(refine):
+        if self.is_unrolled:
+            for name, value in (("damping", damping), ("refine", refine or None)):
+                if value is not None:
+                    raise ValueError(f"{name} has no meaning for an unrolled run, got {value:g}")
+        elif check_steps(refine):
             fit = self.folder.stage("fit") or {}
             check_refinable(self.subject, self.curvature, settings, "optimizer" in fit)
         default = REFINED_DAMPING if refine else DAMPING
         settings["damping"] = self._damping(damping, use_store, default)
         exact = self.exact
-        if refine:
+        if self.is_unrolled:
+            settings["damping"] = None
+        elif refine:
             assert self.curvature is not None
             exact = RefinedScorer(self.subject, self.inverse, self.curvature, refine)
         scored, noise = self._scored(asked, settings, exact)

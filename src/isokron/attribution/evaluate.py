@@ -220,7 +220,9 @@ def evaluate(
 
     Args:
         attributor: a run with a task and a fitted curvature.
-        train: (task, indices, seed) → a new model, trained like the one that was scored.
+        train: (task, indices, seed) → a new model, trained like the one that was scored. Not used
+            for an unrolled run: its models are trained again with the same seed and the same
+            batches, in which examples outside of the subset have weight 0.
         queries: number of evaluation examples to score.
         models: number of random subsets to retrain on.
         fraction: fraction of the examples in a subset.
@@ -236,6 +238,13 @@ def evaluate(
             f"evaluate needs a run on a task with curvature, {a.folder.path} has "
             f"{'no curvature' if task else 'no task'}; run: isokron fit {a.folder.path} --task …"
         )
+    # imported here, since scorers need the measures of this module
+    from isokron.attribution.scorers import ExactScorer
+    from isokron.attribution.task_run import UnrolledScorer
+
+    if isinstance(a.exact, UnrolledScorer):
+        # there is no curvature to project, and no self-influence
+        train, dims, flipped = a.exact.retrained, (), 0.0
     size = min(task.batch_size, len(a.data))
     examples = Examples(a.data.batch(range(len(a.data))))
     scored = replace(task, train=examples, ids=a.data.ids, lengths=None, batch_size=size)
@@ -243,7 +252,7 @@ def evaluate(
     members = subsets(models, len(examples), fraction, seed)
     batches = [task.held_out.batch(torch.tensor([number])) for number in range(queries)]
     asked = [Query(batch, (Shown(),), "") for batch in batches]
-    gradients_only = replace(a.exact, inverse=lambda damping: None)
+    gradients_only = ExactScorer(a.subject, lambda damping: None)
     block = a.memory_plan(queries=asked).block
     exact = a.exact.scores(asked, damping, block=block).scores
     gradients = gradients_only.scores(asked, damping, block=block).scores
@@ -266,7 +275,7 @@ def evaluate(
     results = {
         **{"format": "isokron evaluation", "version": 3, "fit": stage, "damping": damping},
         **{"seed": seed, "subsets": models, "fraction": fraction, "flipped": flipped},
-        **{"examples": len(examples), "queries": queries},
+        **{"examples": len(examples), "queries": queries, "same_batches": a.is_unrolled},
         **{"lds": lds, "projected": by_dim, "mislabelled": aucs},
     }
     write_json(folder / "evaluation.json", results)

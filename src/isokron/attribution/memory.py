@@ -86,8 +86,10 @@ class Budget:
         """The memory of a run with this curvature and these queries."""
         layers, data, probe = self.subject.layers, self.subject.data, self.probe
         terms = min(MAX_TERMS, self._terms(range(len(data))))
-        planned = planned_bytes(layers, method, lowrank=self.lowrank, terms=terms)
-        parts = {name: planned[name] for name in ("statistics", "decompositions")}
+        parts = {}
+        if method != "unroll":
+            planned = planned_bytes(layers, method, lowrank=self.lowrank, terms=terms)
+            parts = {name: planned[name] for name in ("statistics", "decompositions")}
         numbers = sum(
             probe.of(layer.name) * layer.shape[0] * sum(layer.shape[1:]) for layer in layers
         )

@@ -19,6 +19,7 @@ from torch import Tensor
 from isokron.attribution.data import hash_of, to_device
 from isokron.attribution.queries import Query
 from isokron.attribution.scorers import ExactScorer
+from isokron.attribution.task_run import UnrolledScorer
 from isokron.attribution.verify import calibrate, verify
 from isokron.curvature.backward import unchanged
 from isokron.distributed.rank_tasks import in_turn, share, together
@@ -33,6 +34,7 @@ NOISE = 2.0  # scores below this many standard errors are marked as noisy
 TINY = 1e-30
 RULES = {
     "none": "no curvature was fitted: H is the identity",
+    "unroll": "",
     "ekfac": "{:g} of each layer's mean eigenvalue, added to all its eigenvalues",
     "diagonal": "{:g} of each layer's mean second moment, added to all of them",
 }
@@ -217,7 +219,7 @@ class Explanation:
             },
             "method": {
                 "method": fit["method"],
-                "fisher": fit["fisher"],
+                "fisher": fit.get("fisher"),
                 "optimizer": fit.get("optimizer"),
                 "damping": settings["damping"],
                 "damping_rule": RULES.get(fit["method"], RULE).format(settings["damping"]),
@@ -288,6 +290,10 @@ class Explanation:
                 answer["said"] = a.task.said(a.subject.model, batch)
         if self.settings["verify"] and signs[0]:
             answer |= self._verify(query, signs, float(sum(row[n] for n in signs[0])))
+        if isinstance(a.exact, UnrolledScorer):
+            # scores are in nats, and belong to no token and to no layer
+            answer["calibration"] = 1.0
+            return {}, {}
         if signs[0] and count > 1:
             answer["token_scores"] = aligned(
                 self.exact.query_tokens(query, signs[0], damping), count
@@ -377,7 +383,7 @@ def command_of(
     if "optimizer" in fit:
         options["curvature"] = "CHECKPOINT"
     else:
-        options |= {"method": fit["method"], "fisher": fit["fisher"]}
+        options |= {"method": fit["method"], "fisher": fit.get("fisher")}
     options |= {"fit_examples": fit.get("examples"), "mode": settings["mode"]}
     options["top"] = settings["top"]
     if build is not None:

@@ -21,6 +21,7 @@ from isokron.cli.source import (
     open_run,
     option,
     recorded_source,
+    unroll,
 )
 from isokron.cli.terminal import (
     SHOWN,
@@ -43,7 +44,10 @@ class CurvatureOptions:
     """Options of all commands that fit curvature."""
 
     panel: ClassVar[str] = "Curvature"
-    method: Literal["kfac", "ekfac", "tkfac", "shampoo"] = option("kfac", "Curvature to fit.")
+    method: Literal["kfac", "ekfac", "tkfac", "shampoo", "unroll"] = option(
+        "kfac",
+        "Curvature to fit; `unroll` needs none: scores are derivatives through the training run.",
+    )
     fisher: Literal["empirical", "sampled", "exact"] = option(
         "empirical",
         "Labels: those of the data, sampled from the model, or all of them (a backward pass for "
@@ -67,21 +71,39 @@ class RunCurvature(CurvatureOptions):
         "(its state_dict(), or a dict with it under 'optimizer') instead of fitting one.",
     )
 
-    def check(self) -> None:
-        """Refuse a checkpoint with options that it leaves without effect, or that is missing."""
-        if self.curvature is None:
+    def check(self, source: Source, *chosen: bool) -> None:
+        """Refuse options without effect beside --curvature or --method unroll, or a missing file.
+
+        chosen: whether further options that an unrolled run does not take are given.
+        """
+        if self.curvature is not None:
+            if replace(self, curvature=None) != RunCurvature():
+                raise ValueError(
+                    "--curvature takes what the optimizer has; leave out --method, --fisher, "
+                    "--sharing and --fit-examples"
+                )
+            if not self.curvature.is_file():
+                raise ValueError(f"--curvature must be a file, and there is no {self.curvature}")
+        if self.method != "unroll":
             return
-        if replace(self, curvature=None) != RunCurvature():
+        if source.model is not None or source.weights is not None:
             raise ValueError(
-                "--curvature takes what the optimizer has; leave out --method, --fisher, "
-                "--sharing and --fit-examples"
+                "--method unroll needs to train the model itself, and the training run of a model "
+                "from --model or --weights is not known; give --task"
             )
-        if not self.curvature.is_file():
-            raise ValueError(f"--curvature must be a file, and there is no {self.curvature}")
+        if replace(self, method="kfac") != RunCurvature() or any(chosen):
+            raise ValueError(
+                "--method unroll takes no option of curvature, damping, stores, layers or cosines; "
+                "leave out --fisher, --sharing, --fit-examples, --damping, --dim, --store, "
+                "--refine, --by-layer and --unit"
+            )
 
     def fit(self, a: Attributor) -> None:
         if self.curvature is not None:
             a.fit(optimizer=read_checkpoint(self.curvature))
+            return
+        if self.method == "unroll":
+            unroll(a)
             return
         seed = recorded_source(a.folder.path).seed
         settings: dict[str, Any] = {"fisher": self.fisher, "sharing": self.sharing, "seed": seed}
@@ -216,18 +238,21 @@ def attribute(
     """
     # checked before the model is loaded or trained, which may take minutes
     asked.check()
-    curvature.check()
     if scoring.store is False and rows.dim is not None:
         raise ValueError("--dim needs a store and --no-store forbids one; leave out one of them")
     if scoring.refine and (scoring.store or rows.dim is not None):
         raise ValueError("--refine needs exact scores; leave out --store and --dim (--no-store)")
+    chosen = (resources.damping, rows.dim, scoring.store, scoring.refine, asked.by_layer)
+    curvature.check(source, *(option not in (None, 0, False) for option in chosen), scoring.unit)
     with Display() as progress:
         a = open_run(run, progress, source, resources, check=asked.read)
         queries = asked.read(a.task, a)
         use_store, why = a.choose(queries)
-        if scoring.refine:
+        if curvature.method == "unroll":
+            use_store, why = False, "derivatives through the training run"
+        elif scoring.refine:
             use_store, why = False, "--refine needs exact scores"
-        if not use_store and a.folder.stage("build") is not None:
+        elif not use_store and a.folder.stage("build") is not None:
             use_store, why = True, "the run has a store"
         demanded = scoring.store is not None or rows.dim is not None
         if demanded:
@@ -260,13 +285,13 @@ def fit(run: RunFolder, source: Source, curvature: RunCurvature, machine: Machin
 
       isokron fit runs/digits --task digits --method ekfac
     """
-    curvature.check()
+    curvature.check(source)
     with Display() as progress:
         a = open_run(run, progress, source, machine)
         announce(a, progress, curvature)
         with work():
             curvature.fit(a)
-    typer.echo(f"Curvature: {a.folder.curvature}")
+    typer.echo("Nothing to fit" if a.is_unrolled else f"Curvature: {a.folder.curvature}")
 
 
 def build(run: RunFolder, rows: StoreRows, resources: Resources) -> None:
@@ -440,20 +465,26 @@ def evaluate(
     run: RunFolder,
     subsets: Annotated[int, typer.Option(help="Number of models to retrain.", min=2)] = 20,
     queries: Annotated[int, typer.Option(help="Evaluation examples to score.", min=1)] = 20,
+    fraction: Annotated[
+        float, typer.Option(help="Fraction of the examples in a subset.", min=0, max=1)
+    ] = 0.5,
     flipped: Annotated[
         float, typer.Option(help="Fraction of labels to flip; 0: none.", min=0, max=0.9)
     ] = 0.1,
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
 ) -> None:
-    """Retrain the model on random halves of its data and compare the results with the scores.
+    """Retrain the model on random parts of its data and compare the results with the scores.
 
     Prints the linear datamodelling score (the rank correlation of predicted with actual losses of
     the retrained models), how well self-influence finds flipped labels, and how well projected
-    scores agree with exact ones.
+    scores agree with exact ones. A run of `--method unroll` is retrained with its own seed and
+    batches, in which examples outside of the subset have weight 0.
 
-    Example:
+    Examples:
 
       isokron evaluate runs/digits --subsets 30
+
+      isokron evaluate runs/unrolled --fraction 0.99
     """
     from isokron.attribution.evaluate import evaluate as evaluate_scores
 
@@ -470,6 +501,7 @@ def evaluate(
         if queries > most:
             raise ValueError(f"--queries must be from 1 to the {most} of evaluation, got {queries}")
         settings: dict[str, Any] = {"models": subsets, "flipped": flipped, "seed": seed}
+        settings["fraction"] = fraction
         with work():
             results = evaluate_scores(a, source.trained_on, queries, progress=progress, **settings)
     show_evaluation(results)

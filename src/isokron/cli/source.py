@@ -220,7 +220,7 @@ def open_run(
     # the first rank trains, the others read its weights
     with in_turn(process.ranks(), "loading or training the model"):
         model = source.load_model(task, folder, progress)
-    return Attributor(
+    a = Attributor(
         folder,
         model,
         task=task,
@@ -234,6 +234,31 @@ def open_run(
         ranks=process.ranks(),
         progress=progress,
     )
+    if a.is_unrolled:
+        unroll(a)
+    return a
+
+
+def unroll(a: Attributor) -> None:
+    """Let scores of a run be derivatives through the training of its model by `load_model`."""
+    from isokron.attribution.data import spread
+    from isokron.attribution.task_run import task_run
+    from isokron.training import make_model, make_optimizer
+
+    source, task = recorded_source(a.folder.path), a.task
+    assert task is not None
+    steps = (0 if task.trained else STEPS) if source.steps is None else source.steps
+    if not steps:
+        raise ValueError(
+            "--method unroll needs a model that is trained here, in at least one step, got a task "
+            "with a trained model or --steps 0; give --steps"
+        )
+    model = make_model(task, source.seed).to(a.subject.device)
+    examples = spread(len(task.train), source.examples or len(task.train))
+    optimizer = make_optimizer(model, source.lr)
+    progress = a.subject.progress
+    run = task_run(task, model, optimizer, steps, source.seed, examples=examples, progress=progress)
+    a.fit("unroll", run=run)
 
 
 def recorded_source(folder: Path) -> Source:

@@ -199,8 +199,11 @@ def show_evaluation(results: Mapping[str, Any]) -> None:
     typer.echo("Linear datamodelling score, mean over queries ± standard error:")
     for name, level in results["lds"].items():
         typer.echo(f"  {name:<28} {level['mean']:6.3f} ± {level['error']:.3f}")
-    typer.echo("Rank correlation of a store's scores with exact ones, by dimension:")
-    typer.echo("  " + ", ".join(f"{dim}: {rho:.3f}" for dim, rho in results["projected"].items()))
+    if results["projected"]:
+        levels = ", ".join(f"{dim}: {rho:.3f}" for dim, rho in results["projected"].items())
+        typer.echo(
+            f"Rank correlation of a store's scores with exact ones, by dimension:\n  {levels}"
+        )
     if results["mislabelled"]:
         typer.echo("Area under the ROC curve of finding flipped labels:")
         for name, value in results["mislabelled"].items():

@@ -10,7 +10,7 @@ from isokron.linalg.eigen import eigh, power_of_two
 from isokron.linalg.products import symmetric_product
 from isokron.polynomials import Choice, Coefficients, schedule
 
-METHODS = ("auto", "plain", "symmetric", "gram", "eigh", "reference")
+METHODS = ("auto", "plain", "symmetric", "gram", "eigh", "reference", "differentiable")
 
 # Bytes of matrices that are iterated on at a time: what a CPU's caches hold, and enough to keep a
 # device busy. It bounds the memory of the intermediate products of a large batch.
@@ -30,7 +30,7 @@ def newton_schulz(
 ) -> Tensor:
     """X ← aX + (bA + cA²)X with A = XXᵀ, from X₀ = matrix/‖matrix‖, `steps` times. [..., m, n]
 
-    The result is detached from the autograd graph.
+    The result is detached from the autograd graph, except with method="differentiable".
 
     Args:
         matrix: real matrices; the result has their dtype.
@@ -43,8 +43,8 @@ def newton_schulz(
         method: "plain" is the formula above. "symmetric" computes one triangle of A and of A².
             "gram" iterates on A alone and multiplies X once. "eigh" is the exact polar factor, for
             any `steps`. "reference" reproduces Muon's published loop to the bit, by default in
-            bfloat16; "plain" in bfloat16 reproduces torch.optim.Muon. "auto" chooses the one
-            measured to be fastest (`quickest`).
+            bfloat16; "plain" in bfloat16 reproduces torch.optim.Muon. "differentiable" is "plain"
+            with a graph. "auto" chooses the one measured to be fastest (`quickest`).
     """
     if matrix.ndim < 2:
         raise ValueError(
@@ -55,7 +55,8 @@ def newton_schulz(
     if not matrix.is_floating_point():
         raise ValueError(f"newton_schulz needs real floating-point matrices, got {matrix.dtype}")
     triples = schedule(coefficients, steps)
-    matrix = matrix.detach()
+    if method != "differentiable":
+        matrix = matrix.detach()
     if matrix.numel() == 0:
         return matrix.clone()
     on_cpu = matrix.device.type == "cpu"
@@ -110,11 +111,13 @@ def _polar(
         return _reference(chunk.to(dtype), triples, eps)
     x = chunk.to(torch.promote_types(chunk.dtype, torch.float32))
     # an exact scaling, without which the norm could overflow or fall below `eps`
-    x = x / power_of_two(x.abs().amax((-2, -1)))[:, None, None]
+    x = x / power_of_two(x.detach().abs().amax((-2, -1)))[:, None, None]
     if method == "eigh":
         return _exact(x)
     x = x.to(dtype)
-    x.div_(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=eps))
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=eps)
+    # in place only where autograd does not need x again
+    x = x / norm if x.requires_grad else x.div_(norm)
     return _ITERATIONS[method](x, triples)
 
 
@@ -183,4 +186,9 @@ def _reference(x: Tensor, triples: list[Coefficients], eps: float) -> Tensor:
     return x[None] if single else x
 
 
-_ITERATIONS = {"plain": _plain, "symmetric": _symmetric, "gram": _gram_space}
+_ITERATIONS = {
+    "plain": _plain,
+    "differentiable": _plain,
+    "symmetric": _symmetric,
+    "gram": _gram_space,
+}

@@ -323,9 +323,9 @@ class BatchStep:
         else:
             blocks = [view.writable(copies) for view in self.views]
             seed = batch.step.max() if stochastic else None
-            _descend_(blocks, self._directions_of_views(), lr, decay, seed)
+            _descend_(blocks, self.directions_of_views(), lr, decay, seed)
 
-    def _directions_of_views(self) -> list[Tensor]:
+    def directions_of_views(self) -> list[Tensor]:
         if len(self.views) == len(self.direction):
             return list(self.direction.unbind())
         parts = self.direction.split([len(view.rows) for view in self.views])

@@ -149,7 +149,7 @@ def _deviation(state: Mapping[str, Tensor], group: Mapping[str, Any], mean: bool
     if mean and beta == 1:  # else Z, and with it K, would fade
         variance = variance / state["step"]
     # without ε, an entry that has never had a gradient would be 0/0
-    return variance.sqrt().add_(group["eps"] or torch.finfo(variance.dtype).tiny)
+    return variance.sqrt() + (group["eps"] or torch.finfo(variance.dtype).tiny)
 
 
 def check_katie(group: Mapping[str, Any]) -> None:

@@ -139,7 +139,7 @@ class SOAP(Preconditioned):
             dim = int(key[6:]) - (state["variance"].ndim - 1)
             turn = basis.mT @ state[key]
             state["rotated"].copy_(multiply(state["rotated"], turn, dim))
-            state["variance"].copy_(multiply(state["variance"], turn.square_(), dim))
+            state["variance"].copy_(multiply(state["variance"], turn.square(), dim))
             state[key].copy_(basis)
 
     def direction(self, grad: Tensor, state: dict[str, Tensor], group: Mapping[str, Any]) -> Tensor:
@@ -148,7 +148,7 @@ class SOAP(Preconditioned):
         turned = eigen.rotate(grad)
         second_moment_(state["variance"], turned, beta2)
         variance = corrected(state["variance"], beta2, state, group)
-        deviation, step = variance.sqrt().add_(group["eps"]), counted(state, group)
+        deviation, step = variance.sqrt() + group["eps"], counted(state, group)
         moment = first_moment_(state["rotated"], turned, beta1, False, step)
         return eigen.unrotate(moment / deviation)
 

@@ -25,7 +25,10 @@ def spectral_direction(
     """
     matrices = moment.flatten(2)
     rows, cols = matrices.shape[1:]
-    polar = newton_schulz(matrices, steps, coefficients, dtype=dtype)
+    # steps record no graph, except when training is unrolled
+    recorded = torch.is_grad_enabled() and moment.requires_grad
+    method = "differentiable" if recorded else "auto"
+    polar = newton_schulz(matrices, steps, coefficients, dtype=dtype, method=method)
     return (polar * spectral_scale(rows, cols, scale)).reshape(moment.shape)
 
 

@@ -1,0 +1,229 @@
+"""Unrolled influence against retraining with 1 % of the examples dropped, beside other scores.
+
+    python benchmarks/unroll.py [--cases digits,mnist] [--subsets 40] [--queries 20]
+
+The model of a task is trained once. For every subset it is trained again with the same seed, the
+same initial weights and the same batches, in which 1 % of the examples, drawn at random, have
+weight 0: nothing but the weights differs, and no step is random. LDS is the mean over queries
+(evaluation examples) of Spearman's ρ, over the subsets, of predicted with actual losses; ± is its
+standard error over queries. `error` is the relative error of predicted changes of the loss,
+‖predicted − actual‖ / ‖actual‖ over all subsets and queries, for scores that are in nats.
+
+Times are process times of one thread: of training as the command line does it, and of the
+derivative (the recomputed steps and their reversal, without the first training).
+Results are kept in docs/benchmarks/unroll.json; what is there is not computed again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from records import Records
+from timing import conditions
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.optim.lr_scheduler import LambdaLR
+
+import isokron
+from isokron import tasks
+from isokron.attribution.evaluate import lds_by_query, subsets
+from isokron.attribution.queries import Query
+from isokron.attribution.scorers import ExactScorer
+from isokron.attribution.task_run import task_run
+from isokron.attribution.unroll import TrainingRun
+from isokron.optimizers_by_name import resolve
+from isokron.tasks import Examples, Shown, Task
+from isokron.training import batch_order, make_model, warmup_cosine
+
+SEED, DROPPED = 0, 0.01
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training run: the task, its number of examples, the optimizer and its schedule."""
+
+    task: str
+    lr: float
+    steps: int
+    optimizer: str = "adamw"
+    examples: int | None = None
+    relu: bool = False
+
+
+CASES = {
+    "digits": Case("digits-tiny", 1e-3, 150),
+    "mnist": Case("mnist-tiny", 1e-3, 150),
+    "speeches": Case("speeches-tiny", 1e-3, 100, examples=1_000),
+    "sgd": Case("digits-tiny", 0.05, 150, "torch.optim:SGD(momentum=0.9)"),
+    "muon": Case("digits-tiny", 1e-3, 150, "muon"),
+    "soap": Case("digits-tiny", 1e-3, 150, "soap"),
+    "shampoo": Case("digits-tiny", 1e-3, 150, "shampoo"),
+    "katie": Case("digits-tiny", 1e-3, 150, "katie"),
+    "lr-0.003": Case("digits-tiny", 3e-3, 150),
+    "lr-0.03": Case("digits-tiny", 3e-2, 150),
+    "relu": Case("digits-tiny", 1e-3, 150, relu=True),
+    "relu-lr-0.03": Case("digits-tiny", 3e-2, 150, relu=True),
+}
+
+
+class Study:
+    """One case: its training run, queries, and the losses of retrained models."""
+
+    def __init__(self, name: str, queries: int, count: int) -> None:
+        self.name, self.case = name, CASES[name]
+        self.task = loaded(self.case)
+        numbers = torch.arange(queries)
+        self.queries = [self.task.held_out.batch(number[None]) for number in numbers]
+        self.together = self.task.held_out.batch(numbers)
+        self.members = subsets(count, len(self.task.train), 1 - DROPPED, SEED)
+        self.model = make_model(self.task, SEED)  # with initial weights
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return resolve(self.case.optimizer).build(model, self.case.lr)
+
+    def run(self) -> TrainingRun:
+        model = copy.deepcopy(self.model)
+        return task_run(self.task, model, self.optimizer(model), self.case.steps, SEED)
+
+    def losses(self, params: Any) -> Tensor:
+        """Losses of the queries: [Q]"""
+        bound = Losses(self.model, self.task)
+        weights = {f"model.{name}": value for name, value in params.items()}
+        values: Tensor = functional_call(bound, weights, (self.together,))
+        return values
+
+    def retrained(self, k: int) -> dict[str, Any]:
+        with torch.no_grad():
+            losses = self.losses(self.run().train(self.members[k].float()))
+        return {"losses": losses.tolist()}
+
+    @cached_property
+    def unrolled(self) -> Tensor:
+        return self.run().scores(self.losses)
+
+    def scores(self) -> dict[str, Tensor]:
+        """[Q, N] by method."""
+        trained = copy.deepcopy(self.model)
+        trained.load_state_dict(self.run().train(), strict=False)
+        asked = [Query(batch, (Shown(),), "") for batch in self.queries]
+        with tempfile.TemporaryDirectory() as folder:
+            a = isokron.Attributor(folder, trained, task=self.task).fit("ekfac")
+            gradients = ExactScorer(a.subject, lambda damping: None)
+            return {
+                "unroll": self.unrolled,
+                "ekfac": a.exact.scores(asked, 0.1, block=len(asked)).scores,
+                "gradients": gradients.scores(asked, 0.1, block=len(asked)).scores,
+            }
+
+    def times(self) -> dict[str, float]:
+        """Seconds of training, and of the derivative for one query and for all."""
+        run = self.run()
+        train = min(measured(self.train_plainly) for _ in range(3))
+        forward = min(measured(run.train) for _ in range(2))
+        one = measured(lambda: run.scores(lambda params: self.losses(params)[:1]))
+        every = measured(lambda: self.unrolled)
+        return {
+            "train": train,
+            "functional": forward,
+            "unroll one": one - forward,
+            "unroll all": every - forward,
+        }
+
+    def train_plainly(self) -> None:
+        """Train with the optimizer itself, as in a race."""
+        model, steps = copy.deepcopy(self.model), self.case.steps
+        optimizer = self.optimizer(model)
+        schedule = LambdaLR(optimizer, lambda step: warmup_cosine(step, steps))
+        for indices in batch_order(len(self.task.train), self.task.batch_size, steps, SEED):
+            self.task.losses(model, self.task.train.batch(indices)).mean().backward()
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+
+
+class Losses(nn.Module):
+    """The losses of a task as a module, for `functional_call`."""
+
+    def __init__(self, model: nn.Module, task: Task) -> None:
+        super().__init__()
+        self.model, self.task = model, task
+
+    def forward(self, batch: Any) -> Tensor:
+        return self.task.losses(self.model, batch)
+
+
+def loaded(case: Case) -> Task:
+    task = tasks.load(case.task)
+    if case.examples is not None:
+        rows = torch.arange(case.examples) * len(task.train) // case.examples
+        train = Examples(task.train.batch(rows))
+        task = replace(task, train=train, ids=[task.ids[row] for row in rows] if task.ids else ())
+    if case.relu:
+        build = task.model
+        task = replace(task, model=lambda: with_relu(build()))
+    return task
+
+
+def with_relu(model: nn.Module) -> nn.Module:
+    """The ConvNet of digits with ReLU in place of GELU after its convolutions."""
+    assert isinstance(model.features, nn.Sequential)
+    features = [nn.ReLU() if isinstance(part, nn.GELU) else part for part in model.features]
+    model.features = nn.Sequential(*features)
+    return model
+
+
+def measured(function: Callable[[], object]) -> float:
+    start = time.process_time()
+    function()
+    return time.process_time() - start
+
+
+def evaluated(study: Study, records: Records, queries: int, count: int) -> dict[str, Any]:
+    """LDS of all methods, and the relative error of predicted changes."""
+    key = {"case": study.name, "queries": queries}
+    runs = [records.once(partial(study.retrained, k), **key, subset=k) for k in range(count)]
+    losses = torch.tensor([run["losses"] for run in runs], dtype=torch.float64)
+    with torch.no_grad():
+        before = study.losses(study.run().train()).double()
+    result: dict[str, Any] = {"loss": float(before.mean())}
+    scores = study.scores()
+    for method, values in scores.items():
+        lds = lds_by_query(values, study.members[:count], losses)
+        result[method] = float(lds.mean())
+        result[f"{method} ±"] = float(lds.std()) / len(lds) ** 0.5
+    predicted = (scores["unroll"].double() @ (~study.members[:count]).double().mT).mT
+    actual = losses - before
+    result["error"] = float((predicted - actual).norm() / actual.norm())
+    result["change"] = float(actual.abs().median())
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", default="digits,mnist", help=f"of {', '.join(CASES)}")
+    parser.add_argument("--subsets", type=int, default=40)
+    parser.add_argument("--queries", type=int, default=20)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    print(conditions())
+    records = Records("unroll")
+    for name in args.cases.split(","):
+        study = Study(name, args.queries, args.subsets)
+        size = {"case": name, "queries": args.queries}
+        records.once(study.times, **size, kind="times")
+        quality = partial(evaluated, study, records, args.queries, args.subsets)
+        records.once(quality, **size, kind="quality", subsets=args.subsets)
+
+
+if __name__ == "__main__":
+    main()
