@@ -38,3 +38,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     for name, source in PAGES.items():
         markdown = re.sub(rf"\]\((?:\.\./)*{source}", f"]({name}", markdown)
     return markdown
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Docstrings name pages as files, docs/engine.md; in the reference these become links."""
+    if page.file.src_uri.startswith("reference/"):
+        return re.sub(r"\bdocs/(\w+)\.md\b", r'<a href="../\1.html">\1</a>', html)
+    return html

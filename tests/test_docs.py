@@ -13,7 +13,9 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 GENERATED = {"changelog.md", "contributing.md", "examples.md"}  # by docs/site_hooks.py
-ENTRY = re.compile(r"^::: (\S+)(?:\n {4}options: \{members: \[(.*)\]\})?", re.MULTILINE)
+ENTRY = re.compile(
+    r"^(?::::|###) (isokron\.\S+)(?:\n {4}options: \{members: \[(.*)\]\})?", re.MULTILINE
+)
 MODULES = (
     "attribution",
     "curvature",
