@@ -1,14 +1,15 @@
-# `make demo` and `make test` make .venv on their first run and reuse it after.
+# `make demo`, `make test` and `make docs` make .venv on their first run and reuse it after.
 
 PYTHON ?= $(firstword $(shell command -v python3.11 || command -v python3) python3)
 BIN := .venv/bin
 READY := .venv/.ready
+DOCS_READY := .venv/.docs-ready
 
 # every install, build environments included, takes the versions of this file
 export PIP_CONSTRAINT := constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test format clean
+.PHONY: demo test docs format clean
 
 demo: $(READY)
 	$(BIN)/isokron demo
@@ -19,12 +20,16 @@ test: $(READY)
 	$(BIN)/mypy
 	$(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile
 
+docs: $(DOCS_READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "Open site/index.html, or serve it (search needs that): $(BIN)/python -m http.server --directory site"
+
 format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv
+	rm -rf .venv site
 
 # torch first and by its exact version, so that no other package chooses a build of it
 $(READY): pyproject.toml constraints.txt
@@ -33,4 +38,8 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet torch==2.13.0
 	$(BIN)/pip install --quiet --editable '.[dev]'
+	@touch $@
+
+$(DOCS_READY): $(READY)
+	$(BIN)/pip install --quiet --editable '.[docs]'
 	@touch $@

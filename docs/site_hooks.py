@@ -1,0 +1,47 @@
+"""Hooks of mkdocs: pages whose text lies outside docs/, and links to it.
+
+Pages link to ../examples/train_cnn.py and CONTRIBUTING.md to docs/architecture.md, as is right in
+the repository. The site has the examples on one page, and the other files as pages of their own.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).parent.parent
+PAGES = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
+
+
+def examples() -> str:
+    """All scripts of examples/, each under a heading with its file name."""
+    scripts = sorted((ROOT / "examples").glob("*.py"))
+    parts = [f"## {path.name}\n\n```python\n{path.read_text()}```\n" for path in scripts]
+    return "\n".join(
+        ["# Examples\n", "Complete scripts, tested in every run of the tests.\n", *parts]
+    )
+
+
+def on_files(files: Any, config: Any) -> Any:
+    texts = {page: (ROOT / source).read_text() for page, source in PAGES.items()}
+    for page, text in {**texts, "examples.md": examples()}.items():
+        files.append(File.generated(config, page, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Links in terms of the repository become links in terms of the site."""
+    if page.file.src_uri in PAGES:
+        markdown = re.sub(r"\]\((?:\./)?docs/", "](", markdown)
+    markdown = re.sub(r"\]\((?:\.\./)+examples/(\w+)\.py\)", r"](examples.md#\1py)", markdown)
+    for name, source in PAGES.items():
+        markdown = re.sub(rf"\]\((?:\.\./)*{source}", f"]({name}", markdown)
+    return markdown
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Docstrings name pages as files, docs/engine.md; in the reference these become links."""
+    if page.file.src_uri.startswith("reference/"):
+        return re.sub(r"\bdocs/(\w+)\.md\b", r'<a href="../\1.html">\1</a>', html)
+    return html
