@@ -12,8 +12,8 @@ from isokron.optim.blocks import Batch
 from isokron.optim.layout import Traits
 from isokron.optim.moments import (
     bias,
-    corrected,
     counted,
+    deviation,
     first_moment_,
     observe_side_,
     second_moment_,
@@ -147,10 +147,9 @@ class SOAP(Preconditioned):
         eigen = _eigen(state)
         turned = eigen.rotate(grad)
         second_moment_(state["variance"], turned, beta2)
-        variance = corrected(state["variance"], beta2, state, group)
-        deviation, step = variance.sqrt().add_(group["eps"]), counted(state, group)
-        moment = first_moment_(state["rotated"], turned, beta1, False, step)
-        return eigen.unrotate(moment / deviation)
+        spread = deviation(state["variance"], beta2, group["eps"], state, group)
+        moment = first_moment_(state["rotated"], turned, beta1, False, counted(state, group))
+        return eigen.unrotate(moment / spread)
 
 
 def _eigen(state: Mapping[str, Tensor]) -> KronEigen:
