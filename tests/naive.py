@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import isokron
 
-SHAPES = [(6,), (4, 5), (3, 4, 2), (3, 4, 2, 4)]  # at max_dim 6 neither merged nor cut
+SHAPES = [(6,), (4, 5), (3, 4, 2), (3, 4, 2, 4)]  # at order None, max_dim 6 not merged or cut
 
 
 def flat(x: Tensor, i: int) -> Tensor:
@@ -65,7 +65,7 @@ def assert_follows(
     starts = [torch.randn(grads.shape[1:], dtype=torch.float64) for _ in names]
     params = [nn.Parameter(start.clone()) for start in starts]
     # the naive version of a parameter knows of no other, with which it could take turns
-    form = {"vectors": True, "max_dim": 6, "refresh": "together"}
+    form = {"vectors": True, "order": None, "max_dim": 6, "refresh": "together"}
     group = {"params": params, **form, **settings}
     stepping = optimizer([group], lr=lr, weight_decay=decay)
     seen: list[list[Tensor]] = [[], []]

@@ -18,8 +18,8 @@ STEPS = 20
 RATE = 0.01
 SHAPES: dict[str, tuple[int, ...]] = {
     "square": (8, 8),
-    "cut": (20, 12),  # above max_dim of 12: 12x12 and 8x12
-    "wide": (8, 20),  # 8x12, in the same batch, and 8x8, in that of the square
+    "cut": (23, 12),  # above max_dim of 12: 12x12 and 11x12
+    "wide": (8, 20),  # two of 8x10
     "row": (1, 9),
     "convolution": (6, 4, 3, 3),
     "order3": (5, 6, 7),
@@ -64,8 +64,9 @@ OPTIONS: list[tuple[str, list[str], dict[str, Any]]] = [
     ("katie", ["order3"], {"stacked": 1, "factor_beta": 0.5}),
     ("katie", ["cut"], {**CUT, "exponent": {2: (3, 0)}}),
     ("katie", ["order3", "wide"], {**CUT, "polar": True}),
+    ("katie", ["order3", "convolution"], {**CUT, "order": None}),
     ("muon", ["cut"], {"scale": "original", "coefficients": "cans", "nesterov": False}),
-    ("muon", ["cut"], {"graft": "adam", "steps": 3, "split": (8, 12)}),
+    ("muon", ["cut"], {"graft": "adam", "steps": 3, "split": (8, 15)}),
     ("muon", ["order3", "vector"], {"momentum": 0.0, "nesterov": False, "betas": (0.8, 0.9)}),
 ]
 

@@ -258,6 +258,7 @@ def test_leaves_of_every_kind_come_back_in_their_shape(kind: str) -> None:
     [
         ((33, 20), {"max_dim": 16}),
         ((3, 5, 40, 7), {"max_dim": 16, "stacked": 1}),
+        ((3, 5, 40, 7), {"max_dim": 16, "stacked": 1, "order": None}),
         ((2, 12, 10), {"max_dim": 4, "stacked": 1, "split": (3, 9)}),
         ((2, 10, 12), {"max_dim": 5, "stacked": 1, "split": 3, "split_dim": 1}),
         ((30, 1), {"max_dim": 7, "vectors": True}),
@@ -272,7 +273,7 @@ def test_blocks_are_those_of_torch_and_come_together_again(
     place = Placement(None, None)
     layout = blocks.tree_layout(leaves, settings, blocks.matrix_splits, False, place)
     batches, scatter = jax.vjp(lambda leaves: blocks.gather(leaves, layout, jnp.float32), leaves)
-    plain = {name: value for name, value in options.items() if name != "vectors"}
+    plain = {"order": 2, **{name: x for name, x in options.items() if name != "vectors"}}
     cuts = cut_blocks(shape, **plain)
     expected = sorted(block.read(leaf).tobytes() for block in cuts for leaf in array)
     gathered = [np.asarray(block).tobytes() for rows in batches.values() for block in rows]

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from isokron.block_layout import cut_blocks, merge_dims
+from isokron.block_layout import cut_blocks, cut_lengths, merge_dims
 from isokron.optim.blocks import BatchRow, views_of
 
 
@@ -10,6 +10,10 @@ from isokron.optim.blocks import BatchRow, views_of
     [
         ((256, 128, 3, 3), 1024, None, (256, 128, 9)),
         ((256, 128, 3, 3), None, 2, (256, 1152)),
+        ((256, 128, 3, 3), 64, 2, (256, 1152)),
+        ((16, 6, 5, 5), None, 2, (16, 150)),
+        ((5, 5, 6, 16), None, 2, (150, 16)),  # of flax, whose output channels come last
+        ((4, 4), None, 2, (4, 4)),
         ((32, 3, 3, 3), 1024, None, (32, 27)),  # a matrix never becomes a vector
         ((4, 4), 1024, None, (4, 4)),
         ((1, 5, 1, 7), 1024, None, (5, 7)),
@@ -23,6 +27,24 @@ def test_small_neighbours_merge_from_the_last_backwards(
     shape: tuple[int, ...], max_dim: int | None, order: int | None, expected: tuple[int, ...]
 ) -> None:
     assert merge_dims(shape, max_dim, order) == expected
+
+
+@pytest.mark.parametrize(
+    ("size", "max_dim", "length"),
+    [
+        (256, 256, 256),
+        (255, None, 255),
+        (768, 256, 256),
+        (576, 256, 192),
+        (1152, 256, 192),  # one block more than needed, and all are equal
+        (257, 256, 136),  # of an odd size no two blocks are equal: multiples of 8
+        (7, 4, 4),
+    ],
+)
+def test_dimensions_are_cut_into_equal_blocks_where_possible(
+    size: int, max_dim: int | None, length: int
+) -> None:
+    assert cut_lengths((size,), max_dim) == (length,)
 
 
 @pytest.mark.parametrize(

@@ -131,14 +131,23 @@ def test_equal_blocks_are_one_batch_and_unequal_ones_are_not() -> None:
     }
 
 
+@pytest.mark.parametrize("method", [isokron.SOAP, isokron.Shampoo, isokron.Katie])
+def test_a_convolution_is_stepped_as_the_matrix_of_its_filters(method: Any) -> None:
+    start, grads = torch.randn(6, 4, 3, 3), torch.randn(5, 6, 4, 3, 3)
+    conv, matrix = nn.Parameter(start.clone()), nn.Parameter(start.reshape(6, 36))
+    steps(method([conv], max_dim=12), conv, grads)
+    steps(method([matrix], max_dim=12), matrix, grads.reshape(5, 6, 36))
+    assert torch.equal(conv.reshape(6, 36), matrix)
+
+
 def test_batched_blocks_follow_a_loop_over_blocks() -> None:
-    weight = nn.Parameter(torch.randn(20, 13).double())
-    start, grads = weight.detach().clone(), torch.randn(7, 20, 13).double()
+    weight = nn.Parameter(torch.randn(22, 13).double())
+    start, grads = weight.detach().clone(), torch.randn(7, 22, 13).double()
     steps(Whitening([weight], every=1, max_dim=8, momentum=0.0), weight, grads)
     expected = start.clone()
-    for rows in range(0, 20, 8):
+    for rows in range(0, 22, 8):
         for cols in range(0, 13, 8):
-            cov = torch.zeros(min(8, 20 - rows), min(8, 20 - rows)).double()
+            cov = torch.zeros(min(8, 22 - rows), min(8, 22 - rows)).double()
             for grad in grads:
                 g = grad[rows : rows + 8, cols : cols + 8]
                 cov = 0.9 * cov + 0.1 * g @ g.T

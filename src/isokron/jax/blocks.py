@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from isokron.block_layout import Grid, Part, cut_grids, cut_parts, is_matrix
+from isokron.block_layout import Grid, Part, cut_grids, cut_lengths, cut_parts, is_matrix
 from isokron.jax.linalg import across, nonzero, norms
 from isokron.jax.settings import values_by_path
 from isokron.jax.sharding import Placement
@@ -137,15 +137,14 @@ Kind = tuple[tuple[int, ...], tuple[bool, ...]]  # the shape of a block, and whi
 Splitter = Callable[[tuple[int, ...], Settings], list[Split]]
 
 
-def matrix_splits(
-    shape: tuple[int, ...], settings: Settings, order: int | None = None
-) -> list[Split]:
-    """Cut matrices at `max_dim`; none for what is not a matrix. `order`: as in merge_dims."""
+def matrix_splits(shape: tuple[int, ...], settings: Settings) -> list[Split]:
+    """Merge dimensions to `order`, and cut at `max_dim`; none for what is not a matrix."""
     if not is_matrix(shape) and not (settings["vectors"] and math.prod(shape) > 1):
         return []
-    longest, split, dim = settings["max_dim"], settings["split"], settings["split_dim"]
-    parts = cut_parts(shape, max_dim=longest, order=order, split=split, split_dim=dim)
-    return [(part, tuple(longest or size for size in part.merged)) for part in parts]
+    max_dim, order = settings["max_dim"], settings["order"]
+    split, dim = settings["split"], settings["split_dim"]
+    parts = cut_parts(shape, max_dim=max_dim, order=order, split=split, split_dim=dim)
+    return [(part, cut_lengths(part.merged, max_dim)) for part in parts]
 
 
 def tree_layout(

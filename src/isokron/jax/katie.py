@@ -41,7 +41,7 @@ def scale_by_katie(
         graft: whose step length to take: None, "sgd", "adagrad", "rmsprop" or "adam".
         every: steps from one refresh to the next.
         start: the first refresh, followed by one at each doubling below `every`.
-        max_dim: longer dimensions are cut into blocks of this size.
+        max_dim: longer dimensions are cut into blocks of at most this size.
         **shared: see FactorSettings.
     """
     settings = settle("Katie", locals(), FactorSettings)

@@ -1,12 +1,11 @@
 """Muon: the momentum, orthogonalized (K. Jordan et al., 2024; scale of 2502.16982)."""
 
-from functools import partial
 from typing import Any, Unpack
 
 import jax
 import optax
 
-from isokron.jax.blocks import Settings, matrix_splits
+from isokron.jax.blocks import Settings
 from isokron.jax.linalg import spectral_direction
 from isokron.jax.settings import LayoutSettings, Static, settle, with_learning_rate
 from isokron.jax.transform import Gradients, Method, State, scale_by_preconditioned
@@ -54,5 +53,4 @@ def _direction(grads: Gradients, state: State, settings: Settings) -> tuple[jax.
     return spectral_direction(grads.moment, *(settings[name] for name in names)), {}
 
 
-_splits = partial(matrix_splits, order=2)
-MUON = Method(lambda *_: {}, _direction, splits=_splits, heavy_ball=False, squares=False)
+MUON = Method(lambda *_: {}, _direction, heavy_ball=False, squares=False)

@@ -91,6 +91,7 @@ SHARED: dict[str, tuple[Any, Rule]] = {
     "every": (1, integer(1, traced=True)),
     "start": (None, optional(integer(1, traced=True))),
     "warmup": (0, integer(0, traced=True)),
+    "order": (2, choice(2, None)),
     "max_dim": (None, optional(integer(1))),
     "vectors": (False, FLAG),
     "polar": (False, FLAG),
@@ -163,6 +164,7 @@ class FactorSettings(LayoutSettings, total=False):
     factor_dtype: Any  # of the factors' statistics; by default that of the state
     warmup: int  # steps at first that each refresh; `start` and `every` count from there
     vectors: bool  # whether the method steps vectors too
+    order: int | None  # 2: convolutions are matrices; None: dimensions merge only up to max_dim
     polar: bool  # whether the polar factor of each block's direction replaces it, as in Muon
 
 

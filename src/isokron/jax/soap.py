@@ -35,7 +35,7 @@ def scale_by_soap(
         graft: whose step length to take: None, as published, "sgd", "adagrad", "rmsprop" or "adam".
         every: steps from one refresh to the next.
         start: the first refresh, followed by one at each doubling below `every`.
-        max_dim: longer dimensions are cut into blocks of this size.
+        max_dim: longer dimensions are cut into blocks of at most this size.
         **shared: see FactorSettings.
     """
     return scale_by_preconditioned(SOAP, settle("SOAP", locals(), FactorSettings))

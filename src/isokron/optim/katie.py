@@ -13,8 +13,8 @@ from isokron.operators import Dense, Identity, Kron, ScaledKron
 from isokron.optim.blocks import Batch
 from isokron.optim.layout import Traits
 from isokron.optim.moments import (
-    corrected,
     debiased,
+    deviation,
     graft,
     observe_side_,
     second_moment_,
@@ -106,10 +106,15 @@ class Katie(Preconditioned):
         }
 
     def observe(self, grad: Tensor, state: dict[str, Tensor], group: Mapping[str, Any]) -> None:
+        """Update V and K; state["deviation"] is S during this step."""
         beta = group["betas"][1]
         second_moment_(state["variance"], grad, beta)
-        raw = group["statistic"] == "raw"
-        observed = grad if raw else grad / _deviation(state, group, mean=True)
+        # without ε, an entry that has never had a gradient would be 0/0
+        eps = group["eps"] or torch.finfo(grad.dtype).tiny
+        spread = state["deviation"] = deviation(state["variance"], beta, eps, state, group)
+        if beta == 1:  # S of a sum grows, and Z, and with it K, would fade
+            spread = (state["variance"] / state["step"]).sqrt_().add_(eps)
+        observed = grad if group["statistic"] == "raw" else grad / spread
         for i in sides_of(state):
             scale = grad.size(i + 1) / prod(grad.shape[1:])
             observe_side_(state[f"cov.{i}"], observed, i, group["factor_beta"], scale)
@@ -126,30 +131,19 @@ class Katie(Preconditioned):
     def direction(
         self, moment: Tensor, state: dict[str, Tensor], group: Mapping[str, Any]
     ) -> Tensor:
-        deviation = _deviation(state, group)
-        sides = sides_of(state)
+        spread, sides = state["deviation"], sides_of(state)
         kron = Kron(
             tuple(
                 Dense(state[f"root.{i}"]) if i in sides else Identity()
                 for i in range(moment.ndim - 1)
             )
         )
-        adam = moment / deviation
+        adam = moment / spread
         if group["form"] == "symmetric":
-            white = ScaledKron(deviation.rsqrt(), kron).apply(moment)
+            white = ScaledKron(spread.rsqrt(), kron).apply(moment)
         else:
             white = kron.apply(adam)
         return graft(white, adam)
-
-
-def _deviation(state: Mapping[str, Tensor], group: Mapping[str, Any], mean: bool = False) -> Tensor:
-    """S = √V̂ + ε; `mean`: of a sum, that of V/t. [B, ...]"""
-    beta = group["betas"][1]
-    variance = corrected(state["variance"], beta, state, group)
-    if mean and beta == 1:  # else Z, and with it K, would fade
-        variance = variance / state["step"]
-    # without ε, an entry that has never had a gradient would be 0/0
-    return variance.sqrt() + (group["eps"] or torch.finfo(variance.dtype).tiny)
 
 
 def check_katie(group: Mapping[str, Any]) -> None:

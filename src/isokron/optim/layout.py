@@ -32,12 +32,12 @@ Loads = dict[Ranks, list[float]]  # the work of each of the ranks that share par
 Kind = tuple[Any, ...]  # what blocks of one batch, or parameters of one list, have in common
 
 
-def blocks_of(shape: Sequence[int], group: Group, order: int | None = None) -> list[Block]:
-    """The blocks of a parameter; `order`: merge dimensions until blocks have so many."""
+def blocks_of(shape: Sequence[int], group: Group) -> list[Block]:
+    """The blocks of a parameter."""
     return cut_blocks(
         shape,
         max_dim=group["max_dim"],
-        order=order,
+        order=group["order"],
         stacked=group["stacked"],
         split=group["split"],
         split_dim=group["split_dim"],
@@ -46,7 +46,7 @@ def blocks_of(shape: Sequence[int], group: Group, order: int | None = None) -> l
 
 def matrices_of(shape: Sequence[int], group: Group) -> list[Block]:
     """The blocks of a method that needs matrices."""
-    return blocks_of(shape, group, order=2)
+    return blocks_of(shape, {**group, "order": 2})
 
 
 def full_rank_norm(shape: Sequence[int], group: Group) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isokron.linalg import gram_, sent, unfold
+from isokron.linalg import gram_, sent, surely_all, unfold
 from isokron.optim.blocks import Batch
 
 
@@ -31,6 +31,20 @@ def corrected(
     if beta == 1 or not group["use_bias_correction"]:
         return mean
     return mean / bias(beta, state["step"].view(-1, *[1] * (mean.ndim - 1))).to(mean.dtype)
+
+
+def deviation(
+    second: Tensor, beta: float, eps: float, state: Mapping[str, Tensor], group: Mapping[str, Any]
+) -> Tensor:
+    """√V̂ + ε, as a new tensor."""
+    root = second.sqrt()
+    if root.requires_grad:  # √ keeps its result for the derivative
+        root = root.clone()
+    if beta < 1 and group["use_bias_correction"]:
+        count = state["step"].view(-1, *[1] * (root.ndim - 1))
+        # in place: a new tensor takes longer than the division
+        root.div_(bias(beta, count).sqrt_())
+    return root.add_(eps)
 
 
 def counted(state: Mapping[str, Tensor], group: Mapping[str, Any]) -> Tensor | None:
@@ -74,9 +88,8 @@ def graft_direction(
         second.addcmul_(grad, grad)
     else:
         second_moment_(second, grad, beta2)
-    if kind == "adam":
-        second = corrected(second, beta2, state, group)
-    return moment / (second.sqrt() + group["eps"])
+    beta = beta2 if kind == "adam" else 1.0  # nothing else is debiased
+    return moment / deviation(second, beta, group["eps"], state, group)
 
 
 def graft(direction: Tensor, length_of: Tensor) -> Tensor:
@@ -102,7 +115,13 @@ def sums_by_owner(values: Sequence[Tensor], owners: Sequence[int]) -> Tensor:
 
 def norms(x: Tensor) -> Tensor:
     """Norm of every block, in float64: what a factor makes huge or tiny has a length too. [B]"""
-    return torch.linalg.vector_norm(x.flatten(1), dim=1, dtype=torch.float64)
+    blocks = x.flatten(1)
+    if x.dtype is torch.float32:
+        # a quarter of the time, and right where squares that matter neither over- nor underflow
+        lengths = torch.linalg.vector_norm(blocks, dim=1)
+        if surely_all((lengths > 1e-12) & (lengths < 1e18)):
+            return lengths.double()
+    return torch.linalg.vector_norm(blocks, dim=1, dtype=torch.float64)
 
 
 def _scaled(x: Tensor, factor: Tensor) -> Tensor:

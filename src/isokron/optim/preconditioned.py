@@ -254,10 +254,10 @@ class Preconditioned(torch.optim.Optimizer):
             direction = graft(direction, simple)
             if not spectral:
                 # before its first refresh the method knows nothing: the grafted one steps alone
-                early = rows_where(is_early, step.batch.turns(step.rows), group)
-                if bool(early.any()):
-                    alone = sent(early, grad.device).view_as(state["step"])
-                    direction = torch.where(alone, simple, direction)
+                turns = step.batch.turns(step.rows)
+                if is_early(int(turns.min()), group):
+                    alone = sent(rows_where(is_early, turns, group), grad.device)
+                    direction = torch.where(alone.view_as(state["step"]), simple, direction)
         return direction
 
     def _finish(self, step: BatchStep, group: Group) -> None:

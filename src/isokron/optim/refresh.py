@@ -149,14 +149,14 @@ class Refresher:
         def install(at: Tensor, operator: State, flags: Tensor) -> None:
             """Install new operators of the rows rows[at]."""
             self.unread.append(Outcome(batch, rows[at], flags, group))
-            if len(at) == len(rows):
-                method.install(operator, state, group)
-                return
-            index = sent(at, batch.device)
+            index = _index(at, batch.device)
             selected = {key: value[index] for key, value in state.items()}
             method.install(operator, selected, group)
-            for key, value in state.items():
-                value[index] = selected[key]
+            if isinstance(index, slice):
+                return
+            for key, value in selected.items():
+                if value._version:  # it has been written to
+                    state[key][index] = value
 
         if delay:
             landing = rows_where(takes_effect, turns, group).nonzero().flatten()
@@ -171,8 +171,8 @@ class Refresher:
             at = (due & ((batch.refreshed[rows] == 0) == first)).nonzero().flatten()
             if not len(at):
                 continue
-            index = sent(at, batch.device)
-            due_state = state if len(at) == len(rows) else {k: v[index] for k, v in state.items()}
+            index = _index(at, batch.device)
+            due_state = {key: value[index] for key, value in state.items()}
             if delay:
                 self._begin(method, batch, rows[at].tolist(), due_state, dict(group), first)
             else:
@@ -241,6 +241,12 @@ class Refresher:
         error, self._error = self._error, None
         if error is not None:
             raise FloatingPointError(error)
+
+
+def _index(at: Tensor, device: torch.device) -> slice | Tensor:
+    """The index of rows in ascending order: a slice, and so a view, where no row is missing."""
+    first, last = int(at[0]), int(at[-1])
+    return slice(first, last + 1) if last - first + 1 == len(at) else sent(at, device)
 
 
 def wait(batches: Sequence[Batch]) -> None:

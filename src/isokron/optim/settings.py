@@ -33,6 +33,9 @@ SHARED: dict[str, Any] = {
     "stacked": 0,  # number of leading dimensions that count matrices, as in [experts, m, n]
     "split": None,  # parts of a fused projection: their sizes, or a number of equal parts
     "split_dim": 0,  # dimension of one matrix along which `split` cuts
+    # 2: convolutions [out, in, h, w] are matrices [out, in·h·w]; None: dimensions are merged only
+    # up to max_dim, and each has a factor
+    "order": 2,
     "max_dim": None,  # longer dimensions are cut into blocks
     "lr_scale": 1.0,  # factor on lr, so that one schedule can drive groups of different rates
     "weight_decay": 0.0,
@@ -69,6 +72,7 @@ SHARED: dict[str, Any] = {
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "route": ("auto", "method", "adamw", "spectral"),
+    "order": (2, None),
     "decay": ("decoupled", "corrected", "l2"),
     "graft": (None, "sgd", "adagrad", "rmsprop", "adam"),
     "average": (None, "schedule_free", "primal"),

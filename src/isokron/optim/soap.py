@@ -12,8 +12,8 @@ from isokron.optim.blocks import Batch
 from isokron.optim.layout import Traits
 from isokron.optim.moments import (
     bias,
-    corrected,
     counted,
+    deviation,
     first_moment_,
     observe_side_,
     second_moment_,
@@ -139,7 +139,7 @@ class SOAP(Preconditioned):
             dim = int(key[6:]) - (state["variance"].ndim - 1)
             turn = basis.mT @ state[key]
             state["rotated"].copy_(multiply(state["rotated"], turn, dim))
-            state["variance"].copy_(multiply(state["variance"], turn.square(), dim))
+            state["variance"].copy_(multiply(state["variance"], turn.square_(), dim))
             state[key].copy_(basis)
 
     def direction(self, grad: Tensor, state: dict[str, Tensor], group: Mapping[str, Any]) -> Tensor:
@@ -147,10 +147,9 @@ class SOAP(Preconditioned):
         eigen = _eigen(state)
         turned = eigen.rotate(grad)
         second_moment_(state["variance"], turned, beta2)
-        variance = corrected(state["variance"], beta2, state, group)
-        deviation, step = variance.sqrt() + group["eps"], counted(state, group)
-        moment = first_moment_(state["rotated"], turned, beta1, False, step)
-        return eigen.unrotate(moment / deviation)
+        spread = deviation(state["variance"], beta2, group["eps"], state, group)
+        moment = first_moment_(state["rotated"], turned, beta1, False, counted(state, group))
+        return eigen.unrotate(moment / spread)
 
 
 def _eigen(state: Mapping[str, Tensor]) -> KronEigen:
