@@ -16,13 +16,14 @@ the tables of docs/label_noise.md: means, and standard errors over seeds.
 from __future__ import annotations
 
 import argparse
+import copy
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from datasets import ColourNet, cifar10_images, cifar10n_labels
@@ -43,36 +44,30 @@ CHECKPOINTS = (4, 7)  # epochs; the third checkpoint is the final model
 OPTIMIZERS = {"adamw": (isokron.AdamW, 3e-3), "soap": (isokron.SOAP, 1e-3)}
 
 
-@dataclass
-class Run:
-    """A model trained on labels of which some are wrong."""
+class Trained(NamedTuple):
+    """A model, its logits [N, 10] in the training passes of every epoch, and its checkpoints."""
+
+    model: nn.Module
+    logits: list[Tensor]
+    checkpoints: list[nn.Module]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Images with labels of which some are wrong, and queries with right labels."""
 
     images: Tensor
     labels: Tensor
-    queries: Examples  # right labels
+    queries: Examples
     optimizer: str
     seed: int
-    model: nn.Module = field(init=False)
-    logits: list[Tensor] = field(init=False)  # [N, 10] of every epoch, when an example was trained
-    checkpoints: list[dict[str, Tensor]] = field(init=False)
-
-    def train(self) -> float:
-        """CPU seconds of training."""
-        start = time.process_time()
-        self.model, self.logits, self.checkpoints = fit(
-            self.optimizer, self.images, self.labels, self.seed
-        )
-        return time.process_time() - start
 
 
-def fit(
-    optimizer: str, images: Tensor, labels: Tensor, seed: int
-) -> tuple[nn.Module, list[Tensor], list[dict[str, Tensor]]]:
-    """A trained model, the logits of its training passes and its checkpoints."""
+def train(optimizer: str, images: Tensor, labels: Tensor, seed: int) -> Trained:
     torch.manual_seed(seed)
     model, steps = ColourNet(WIDTHS), EPOCHS * len(images) // BATCH
-    kind, lr = OPTIMIZERS[optimizer]
-    stepper = kind(isokron.param_groups(model), lr=lr)
+    optimizer_class, lr = OPTIMIZERS[optimizer]
+    stepper = optimizer_class(isokron.param_groups(model), lr=lr)
     schedule = LambdaLR(stepper, lambda step: warmup_cosine(step, steps))
     history, checkpoints = [torch.zeros(len(images), 10) for _ in range(EPOCHS)], []
     for step, indices in enumerate(batch_order(len(images), BATCH, steps, seed)):
@@ -84,9 +79,9 @@ def fit(
         schedule.step()
         stepper.zero_grad()
         history[step * EPOCHS // steps][indices] = logits.detach()
-        if (step + 1) * EPOCHS % steps == 0 and (step + 1) * EPOCHS // steps in CHECKPOINTS:
-            checkpoints.append({k: v.clone() for k, v in model.state_dict().items()})
-    return model.eval(), history, checkpoints
+        if (step + 1) in [epoch * steps // EPOCHS for epoch in CHECKPOINTS]:
+            checkpoints.append(copy.deepcopy(model).eval())
+    return Trained(model.eval(), history, checkpoints)
 
 
 @torch.no_grad()
@@ -130,57 +125,57 @@ class Rankings:
         self.add(name, total, sum(self.results[part][2] for part in parts))
 
 
-def rank_by_outputs(run: Run, rankings: Rankings) -> None:
-    """Rankings of the model's outputs, at the end and during training."""
-    logits, seconds = timed(lambda: predict(run.model, run.images))
-    rankings.add("loss", losses(logits, run.labels), seconds)
-    rankings.add("margin", margins(logits.softmax(1), run.labels), seconds)
+def rank_by_outputs(problem: Problem, trained: Trained, rankings: Rankings) -> None:
+    """Rankings by the model's outputs, at the end and during training."""
+    labels = problem.labels
+    logits, seconds = timed(lambda: predict(trained.model, problem.images))
+    rankings.add("loss", losses(logits, labels), seconds)
+    rankings.add("margin", margins(logits.softmax(1), labels), seconds)
     # these passes were made by training
-    mean_loss = torch.stack([losses(logits, run.labels) for logits in run.logits]).mean(0)
+    mean_loss = torch.stack([losses(logits, labels) for logits in trained.logits]).mean(0)
     rankings.add("loss, mean over epochs", mean_loss, 0)
-    mean_margin = torch.stack([margins(logits, run.labels) for logits in run.logits]).mean(0)
+    mean_margin = torch.stack([margins(logits, labels) for logits in trained.logits]).mean(0)
     rankings.add("margin, mean over epochs", mean_margin, 0)
 
 
-def rank_out_of_fold(run: Run, rankings: Rankings) -> None:
+def rank_out_of_fold(problem: Problem, rankings: Rankings) -> None:
     """Probabilities by models that were not trained on the example (Northcutt, 1911.00068)."""
+    images, labels = problem.images, problem.labels
 
     def probabilities() -> Tensor:
         folds = torch.arange(IMAGES) % FOLDS
         result = torch.zeros(IMAGES, 10)
         for fold in range(FOLDS):
-            others, left_out = (folds != fold).nonzero()[:, 0], (folds == fold).nonzero()[:, 0]
-            seed = run.seed + 100 * (fold + 1)
-            model, _, _ = fit(run.optimizer, run.images[others], run.labels[others], seed)
-            result[left_out] = predict(model, run.images[left_out]).softmax(1)
+            others, left_out = folds != fold, folds == fold
+            seed = problem.seed + 100 * (fold + 1)
+            model = train(problem.optimizer, images[others], labels[others], seed).model
+            result[left_out] = predict(model, images[left_out]).softmax(1)
         return result
 
     p, seconds = timed(probabilities)
-    label = one_hot(run.labels, 10).bool()
+    label = one_hot(labels, 10).bool()
     rankings.add("out-of-fold self-confidence", -p[label], seconds)
     # confident learning compares with the mean self-confidence of each class
-    thresholds = torch.stack([p[run.labels == c, c].mean() for c in range(10)])
+    thresholds = torch.stack([p[labels == c, c].mean() for c in range(10)])
     rankings.add("out-of-fold, less class thresholds", -(p - thresholds)[label], seconds)
-    rankings.add("out-of-fold margin", margins(p, run.labels), seconds)
+    rankings.add("out-of-fold margin", margins(p, labels), seconds)
 
 
-def rank_by_influence(run: Run, rankings: Rankings) -> None:
+def rank_by_influence(problem: Problem, trained: Trained, rankings: Rankings) -> None:
     """Self-influence and influence on clean examples, for H = I, K-FAC and EK-FAC."""
-    data = Examples((run.images, run.labels))
-    queries = [(image, label) for image, label in zip(*run.queries.tensors, strict=True)]
+    data = Examples((problem.images, problem.labels))
+    queries = list(zip(*problem.queries.tensors, strict=True))
 
     def attributor(folder: str, model: nn.Module, **options: Any) -> isokron.Attributor:
         loss = isokron.losses.CrossEntropy()
         return isokron.Attributor(folder, model, data, loss=loss, batch_size=BATCH, **options)
 
-    squares, spent = torch.zeros(IMAGES), 0.0
-    for weights in run.checkpoints:
-        model = ColourNet(WIDTHS).eval()
-        model.load_state_dict(weights)
+    earlier, spent = torch.zeros(IMAGES), 0.0
+    for model in trained.checkpoints:
         with TemporaryDirectory() as folder:
             norms, seconds = timed(attributor(folder, model).self_influence)
-        squares, spent = squares + norms, spent + seconds
-    final_losses, forward = timed(lambda: losses(predict(run.model, run.images), run.labels))
+        earlier, spent = earlier + norms, spent + seconds
+    loss, forward = rankings.values["loss"], rankings.results["loss"][2]
     for name, method, layers in (
         ("identity", None, None),
         ("K-FAC", "kfac", None),
@@ -189,27 +184,25 @@ def rank_by_influence(run: Run, rankings: Rankings) -> None:
     ):
         with TemporaryDirectory() as folder:
             start = time.process_time()
-            a = attributor(folder, run.model, layers=layers)
+            a = attributor(folder, trained.model, layers=layers)
             if method is not None:
                 a.fit(method)
             fitting = time.process_time() - start
             influence, seconds = timed(a.self_influence)
-            rankings.add(f"self-influence, {name}", influence, fitting + seconds)
-            if method is None:
-                total = spent + seconds
-                rankings.add("self-influence, identity, 3 checkpoints", squares + influence, total)
-            if method is not None:
-                # removing an example raises its loss by influence / N, to first order
-                left_out = final_losses + influence / IMAGES
-                cost = fitting + seconds + forward
-                rankings.add(f"loss + self-influence / N, {name}", left_out, cost)
-            ask = partial(a.score, queries, mode="mean", save=False)
-            scores, asking = timed(ask)
-            mean_score = scores.as_subclass(Tensor)[0]
-            rankings.add(f"harm to clean examples, {name}", -mean_score, fitting + asking)
-            cosine = mean_score / influence.clamp_min(1e-30).sqrt()
-            cost = fitting + seconds + asking
-            rankings.add(f"harm to clean examples, cosine, {name}", -cosine, cost)
+            scores, asking = timed(partial(a.score, queries, mode="mean", save=False))
+        cost = fitting + seconds
+        rankings.add(f"self-influence, {name}", influence, cost)
+        if method is None:
+            three = earlier + influence
+            rankings.add("self-influence, identity, 3 checkpoints", three, spent + cost)
+        else:
+            # removing an example raises its loss by influence / N, to first order
+            left_out = loss + influence / IMAGES
+            rankings.add(f"loss + self-influence / N, {name}", left_out, cost + forward)
+        harm = -scores.as_subclass(Tensor)[0]
+        rankings.add(f"harm to clean examples, {name}", harm, fitting + asking)
+        cosine = harm / influence.clamp_min(1e-30).sqrt()
+        rankings.add(f"harm to clean examples, cosine, {name}", cosine, cost + asking)
 
 
 @cache
@@ -227,21 +220,23 @@ def measure(noise: str, optimizer: str, seed: int) -> dict[str, Any]:
     chosen = torch.randperm(len(images), generator=generator)[:IMAGES]
     labels, wrong = cifar10n_labels(noise)[chosen], (cifar10n_labels(noise) != clean)[chosen]
     queries = Examples((test_images[:CLEAN], test_labels[:CLEAN]))
-    run = Run(images[chosen], labels, queries, optimizer, seed)
-    seconds = run.train()
-    guesses = predict(run.model, test_images[CLEAN:]).argmax(1)
+    problem = Problem(images[chosen], labels, queries, optimizer, seed)
+    start = time.process_time()
+    trained = train(optimizer, problem.images, labels, seed)
+    seconds = time.process_time() - start
+    guesses = predict(trained.model, test_images[CLEAN:]).argmax(1)
     accuracy = float((guesses == test_labels[CLEAN:]).double().mean())
-    fitted = predict(run.model, run.images).argmax(1) == labels
+    fitted = predict(trained.model, problem.images).argmax(1) == labels
     rankings = Rankings(wrong)
-    rank_by_outputs(run, rankings)
-    rank_by_influence(run, rankings)
+    rank_by_outputs(problem, trained, rankings)
+    rank_by_influence(problem, trained, rankings)
     rankings.add_mean(
         "ranks of mean loss and harm, EK-FAC",
         "loss, mean over epochs",
         "harm to clean examples, EK-FAC",
     )
     if optimizer == "adamw":
-        rank_out_of_fold(run, rankings)
+        rank_out_of_fold(problem, rankings)
         rankings.add_mean(
             "ranks of out-of-fold and harm, EK-FAC",
             "out-of-fold self-confidence",
