@@ -139,7 +139,7 @@ class SOAP(Preconditioned):
             dim = int(key[6:]) - (state["variance"].ndim - 1)
             turn = basis.mT @ state[key]
             state["rotated"].copy_(multiply(state["rotated"], turn, dim))
-            state["variance"].copy_(multiply(state["variance"], turn.square_(), dim))
+            state["variance"].copy_(multiply(state["variance"], turn.square(), dim))
             state[key].copy_(basis)
 
     def direction(self, grad: Tensor, state: dict[str, Tensor], group: Mapping[str, Any]) -> Tensor:
