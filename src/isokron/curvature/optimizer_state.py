@@ -255,7 +255,7 @@ class BlockState:
 def _blocks(layer: Layer, state: ParamState) -> Iterator[BlockState]:
     """The blocks of a weight that lie in a layer, with the rows of it that they cover."""
     layout, group = layer.layout, state.group
-    cut = {key: group[key] for key in ("max_dim", "stacked", "split", "split_dim")}
+    cut = {key: group[key] for key in ("max_dim", "order", "stacked", "split", "split_dim")}
     row_of, column_of = _places(layer, state)
     numbers = torch.arange(prod(state.shape)).view(state.shape)
     for i, block in enumerate(cut_blocks(state.shape, **cut)):
