@@ -111,7 +111,7 @@ STUDIES = {
         partial(by_sgd, epochs=50, momentum=0.9),
         1,
         (EXACT[1],),
-        (10.0, 1.0),
+        (100.0, 10.0),
     ),
     "digits": Study(lds.perceptron_task, lds.trained, 3, (EK_FAC, EXACT[1])),
 }
