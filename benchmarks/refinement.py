@@ -49,7 +49,7 @@ class Study:
     train: Train
     repeats: int
     fits: tuple[tuple[str, str], ...]
-    dampings: tuple[float, ...] = (0.1, 1.0, 10.0)
+    dampings: tuple[float, ...] = (0.1, 1.0, 3.0, 10.0)
 
 
 def linear() -> nn.Module:
@@ -110,8 +110,8 @@ STUDIES = {
         lambda: mnist(perceptron),
         partial(by_sgd, epochs=50, momentum=0.9),
         1,
-        (EK_FAC,),
-        (1.0, 10.0),
+        (EXACT[1],),
+        (100.0, 10.0),
     ),
     "digits": Study(lds.perceptron_task, lds.trained, 3, (EK_FAC, EXACT[1])),
 }

@@ -91,6 +91,15 @@ def test_refined_scores_have_a_default_damping_of_ten(tmp_path: Path) -> None:
     assert off(refined, dense_scores(a, asked(a), 10.0)) < 5e-3
 
 
+def test_curvature_of_another_scale_is_warned_of(tmp_path: Path) -> None:
+    a = opened(tmp_path)
+    assert a.curvature is not None
+    for layer in a.curvature.layers.values():
+        layer.statistics[min(layer.statistics.keys() & {"output", "eigenvalues"})] *= 1e-4
+    with pytest.warns(UserWarning, match="fit with fisher='exact' or 'sampled'"):
+        a.score(asked(a), refine=1, save=False)
+
+
 def test_no_steps_change_nothing(tmp_path: Path) -> None:
     a = opened(tmp_path)
     plain, zero = a.score(asked(a), save=False), a.score(asked(a), refine=0, save=False)

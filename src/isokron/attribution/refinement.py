@@ -5,6 +5,7 @@ steps of conjugate gradients with H⁻¹ as preconditioner solve for G instead. 
 with the λ_l of the fitted curvature, so that refinement changes the matrix and not its damping.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,6 +25,7 @@ from isokron.linalg import conjugate_gradient
 from isokron.operators import KronEigen
 
 TOLERANCE = 1e-3  # relative residual at which a solve ends
+OTHER_SCALE = 20.0  # relative residual of H⁻¹∇ from which on H is too small
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,14 @@ class RefinedScorer(ExactScorer):
         solution = conjugate_gradient(
             product, precondition, rhs, self.steps, tolerance=TOLERANCE, agreed=agreed
         )
+        before = float(solution.before.mean())
+        if before > OTHER_SCALE:
+            warnings.warn(
+                f"the fitted curvature, and damping relative to it, are far smaller than the "
+                f"Gauss-Newton matrix (residual {before:.0f} before refinement), as the empirical "
+                "Fisher is where a model fits its data; fit with fisher='exact' or 'sampled'",
+                stacklevel=2,
+            )
         products = [rhs[n] * solution.vectors[n] for n in rhs]
         squares = torch.stack([value.sum((0, 2, 3)) for value in products]).sum(0)
         for i, key in enumerate(keys):
