@@ -1,5 +1,7 @@
 """Polar factors and Newton–Schulz iterations against singular values in float64."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -236,6 +238,16 @@ def test_wrong_arguments_are_named(settings: dict[str, object], message: str) ->
         newton_schulz(torch.ones(2, 2), **settings)
     with pytest.raises(ValueError, match="needs matrices"):
         newton_schulz(torch.ones(3))
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (2, 5, 3)])
+def test_the_differentiable_method_is_the_plain_one_with_a_derivative(
+    shape: tuple[int, ...],
+) -> None:
+    matrix = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    polar = partial(newton_schulz, steps=3, method="differentiable")
+    assert torch.equal(polar(matrix).detach(), newton_schulz(matrix, 3, method="plain"))
+    assert torch.autograd.gradcheck(polar, matrix)
 
 
 @pytest.mark.parametrize("method", [*SAME, "eigh", "reference"])
