@@ -37,7 +37,12 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     markdown = re.sub(r"\]\((?:\.\./)+examples/(\w+)\.py\)", r"](examples.md#\1py)", markdown)
     for name, source in PAGES.items():
         markdown = re.sub(rf"\]\((?:\.\./)*{source}", f"]({name}", markdown)
-    return markdown
+    # Python-Markdown nests lists by four spaces, GitHub by two
+    parts = re.split(r"(^```.*?^```)", markdown, flags=re.DOTALL | re.MULTILINE)
+    parts[::2] = [
+        re.sub(r"^ {2,3}(?=- )", " " * 4, part, flags=re.MULTILINE) for part in parts[::2]
+    ]
+    return "".join(parts)
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:
