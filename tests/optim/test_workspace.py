@@ -72,7 +72,9 @@ def test_checkpoints_do_not_depend_on_the_workspace(name: str, settings: dict[st
 
 
 def test_a_workspace_of_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="workspace must be a whole number of bytes above 0"):
+    with pytest.raises(
+        ValueError, match="workspace must be None or a whole number of bytes above 0"
+    ):
         build(isokron.SOAP, params_of(), workspace=0)
 
 

@@ -31,6 +31,11 @@ AdamWList = FusedList | FlatList | CompactList | PartList
 Loads = dict[Ranks, list[float]]  # the work of each of the ranks that share parameters
 Kind = tuple[Any, ...]  # what blocks of one batch, or parameters of one list, have in common
 
+# Bytes of a batch: enough to keep a device busy; for a method of products and many passes on a CPU,
+# what stays in the cache from one to the next.
+WORKSPACE = 32 << 20
+CPU_WORKSPACE = 2 << 20
+
 
 def blocks_of(shape: Sequence[int], group: Group) -> list[Block]:
     """The blocks of a parameter."""
@@ -239,7 +244,7 @@ def _adamw_lists(
 def waves_of(
     rows: Mapping[Kind, list[BatchRow]], group: Group, by_layer: bool, work: str
 ) -> Iterator[list[list[BatchRow]]]:
-    """Batches of bounded size: the largest tensor of a wave takes at most `workspace` bytes.
+    """Batches of bounded size: the largest tensor of one takes at most `workspace` bytes.
 
     `by_layer`: a wave has all blocks of its layers, in several batches.
     """
@@ -249,11 +254,13 @@ def waves_of(
         dtype = state_dtype(rows[kind][0].param, group)
         return max(prod(kind[0]), int(factors)) * dtype.itemsize
 
-    # chunks bound the memory of temporary tensors, which have the size of a wave
+    def batches(kind: Kind, equal: list[BatchRow]) -> list[list[BatchRow]]:
+        count = max(1, _workspace(kind, group, work) // size(kind))
+        return [equal[i : i + count] for i in range(0, len(equal), count)]
+
     if not by_layer:
         for kind, equal in rows.items():
-            count = max(1, group["workspace"] // size(kind))
-            yield from ([equal[i : i + count]] for i in range(0, len(equal), count))
+            yield from ([batch] for batch in batches(kind, equal))
         return
     layers: dict[tuple[Tensor, int], dict[Kind, list[BatchRow]]] = {}
     for kind, equal in rows.items():
@@ -264,14 +271,23 @@ def waves_of(
     order = {param: i for i, param in enumerate(group["params"])}
     for _, blocks in sorted(layers.items(), key=lambda item: (order[item[0][0]], item[0][1])):
         needed = sum(size(kind) * len(equal) for kind, equal in blocks.items())
-        if wave and filled + needed > group["workspace"]:
-            yield list(wave.values())
+        if wave and filled + needed > min(_workspace(kind, group, work) for kind in blocks):
+            yield [batch for item in wave.items() for batch in batches(*item)]
             wave, filled = {}, 0
         for kind, equal in blocks.items():
             wave.setdefault(kind, []).extend(equal)
         filled += needed
     if wave:
-        yield list(wave.values())
+        yield [batch for item in wave.items() for batch in batches(*item)]
+
+
+def _workspace(kind: Kind, group: Group, work: str) -> int:
+    """Bytes of the largest tensor of a batch, which has the size of the temporary tensors."""
+    if group["workspace"] is not None:
+        return int(group["workspace"])
+    # each batch of blocks that ranks share travels by itself, and cores share decompositions
+    small = work == "products" and kind[2].type == "cpu" and len(kind) == 3
+    return CPU_WORKSPACE if small else WORKSPACE
 
 
 def _batch(

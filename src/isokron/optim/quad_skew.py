@@ -7,8 +7,9 @@ docs/white_kron.md describes the algorithm; isokron.jax has the same.
 
 import random
 from collections.abc import Mapping, MutableMapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import product
+from math import inf, prod
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -161,7 +162,7 @@ class WhiteKron(Preconditioned):
             white = state["white"]
         else:
             white = whiten(self._noisy(state["corrected"], step, group), factors, self.symmetric)
-        largest = white.abs().flatten(1).amax(1)
+        largest = torch.linalg.vector_norm(white.flatten(1), inf, dim=1)
         nonzero = largest > 0
         usual = surely_all(nonzero & (largest <= SQUARE_LIMIT))
         if not usual:
@@ -391,12 +392,12 @@ def procrustes(factor: Tensor, probes: Tensor) -> Tensor:
     """
 
     def dot(x: Tensor, y: Tensor) -> Tensor:
-        """Σ XᵢⱼYᵢⱼ without storing the product. [B]"""
-        return (x.flatten(1).unsqueeze(1) @ y.flatten(1).unsqueeze(2)).flatten()
+        """Σ XᵢⱼYᵢⱼ. [B]"""
+        return torch.linalg.vecdot(x.flatten(1), y.flatten(1))
 
     # −R instead of R: its rows are in memory as those of Q are
     skew = factor - factor.mT
-    top = skew.abs().amax((1, 2))
+    top = skew.amax((1, 2))  # of its absolute values too
     skew /= torch.where(top > 0, top, 1)[:, None, None]
     turned = skew @ factor
     # tr(RX) = Σ Rᵢⱼ Xⱼᵢ and Rᵢⱼ = −Rⱼᵢ
@@ -426,21 +427,26 @@ def growth_limit(apply: str, noise_scale: float, sides: int) -> float:
 
 
 def fixed_numbers(shape: Sequence[int], like: Tensor) -> Tensor:
-    """white_kron.uniform of white_kron.scramble: mean square 1, of full rank. [m, n] or [n]
+    """white_kron.uniform of white_kron.scramble: mean square 1, of full rank. [m, n] or [n]"""
+    small = prod(shape) <= BLOCK_SIZE**2  # else kept numbers would take much memory
+    numbers = _fixed_numbers if small else _fixed_numbers.__wrapped__
+    return numbers(tuple(shape), like.dtype, like.device)
 
-    (i+1)(j+1)(i+j+1) = (i+1)²(j+1) + (i+1)·j(j+1), in integers of 32 bits that wrap around.
-    """
+
+@lru_cache(64)
+def _fixed_numbers(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(i+1)(j+1)(i+j+1) = (i+1)²(j+1) + (i+1)·j(j+1), in integers of 32 bits that wrap around."""
 
     def low(numbers: Tensor) -> Tensor:
         """The lower 32 bits, as a signed integer."""
         return (((numbers + 2**31) & (2**32 - 1)) - 2**31).to(torch.int32)
 
-    column = torch.arange(shape[-1], device=like.device)
+    column = torch.arange(shape[-1], device=device)
     rows = shape[0] if len(shape) == 2 else 1
-    row = torch.arange(1, rows + 1, device=like.device)[:, None]
+    row = torch.arange(1, rows + 1, device=device)[:, None]
     bits = low(row * row) * low((column + 1) * GOLDEN)
     bits += low(row) * low(column * (column + 1) * GOLDEN)
-    unsigned = bits.to(like.dtype)
+    unsigned = bits.to(dtype)
     return uniform(torch.where(bits < 0, unsigned + 2.0**32, unsigned)).view(*shape)
 
 

@@ -66,7 +66,9 @@ SHARED: dict[str, Any] = {
     "moments": None,  # "8bit": in codes of 8 bits, with a scale for every 256 of them
     "min_8bit_size": 4096,  # tensors and blocks with fewer elements stay in state_dtype
     "rounding": "nearest",  # of steps of bfloat16 parameters; or "stochastic"
-    "workspace": 32 << 20,  # bytes of gradients or factors that are worked on at once
+    # bytes of gradients or factors that are worked on at once; None: 32 MiB, or for Quad and Skew
+    # what a CPU's cache holds
+    "workspace": None,
     "mode": "train",  # set by optimizer.train() and optimizer.eval(), for averages
 }
 
@@ -314,7 +316,10 @@ RULES: dict[str, Rule] = {
     ),
     **dict.fromkeys(("warmup", "stacked", "split_dim", "tolerated", "min_8bit_size"), COUNT),
     "every": ("a whole number of at least 1", lambda value: is_whole(value, 1)),
-    "workspace": ("a whole number of bytes above 0", lambda value: is_whole(value, 1)),
+    "workspace": (
+        "None or a whole number of bytes above 0",
+        lambda value: value is None or is_whole(value, 1),
+    ),
     **dict.fromkeys(("start", "max_dim", "max_rows"), LIMIT),
     **dict.fromkeys(("vectors", "nesterov", "use_bias_correction", "polar"), SWITCH),
     **dict.fromkeys(("maximize", "amsgrad", "flat"), SWITCH),
