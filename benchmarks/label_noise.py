@@ -19,7 +19,7 @@ import argparse
 import copy
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from tempfile import TemporaryDirectory
@@ -41,6 +41,7 @@ IMAGES, EPOCHS, BATCH, FOLDS = 4_800, 10, 64, 3  # folds and epochs are whole ba
 CLEAN, TEST = 200, 2_000  # test images: queries with right labels, and those for the accuracy
 WIDTHS = (16, 32, 64, 64)  # of the ConvNet
 CHECKPOINTS = (4, 7)  # epochs; the third checkpoint is the final model
+FACTS = ("accuracy", "right_fitted", "wrong_fitted", "train_seconds")
 OPTIMIZERS = {"adamw": (isokron.AdamW, 3e-3), "soap": (isokron.SOAP, 1e-3)}
 
 
@@ -255,37 +256,45 @@ def measure(noise: str, optimizer: str, seed: int) -> dict[str, Any]:
 
 
 def print_tables(records: Records, noises: list[str], optimizers: list[str]) -> None:
-    """For every optimizer a Markdown table: AUC and recall by noise, seconds."""
+    """For every optimizer a Markdown table: AUC, its gain over the loss, recall, seconds."""
     for optimizer in optimizers:
-        runs = {noise: records.select(noise=noise, optimizer=optimizer) for noise in noises}
-        runs = {noise: some for noise, some in runs.items() if some}
-        print(f"\n{optimizer}")
-        for noise, some in runs.items():
-            wrong, accuracy, seconds = (
-                statistics.mean(run[key] for run in some)
-                for key in ("wrong", "accuracy", "train_seconds")
-            )
-            print(
-                f"{noise}: {wrong / IMAGES:.1%} wrong, test accuracy {accuracy:.3f}, trained in "
-                f"{seconds:.0f} s, {len(some)} seeds"
-            )
-        columns = [f"{noise}: {kind}" for noise in runs for kind in ("AUC", "recall")]
-        print(f"| ranking | {' | '.join(columns)} | seconds |")
-        print("|---" * (len(columns) + 2) + "|")
-        for name in next(iter(runs.values()))[0]["rankings"]:
-            cells = [
-                mean_and_error([run["rankings"][name][column] for run in some])
-                for some in runs.values()
-                for column in (0, 1)
-            ]
-            spent = [run["rankings"][name][2] for some in runs.values() for run in some]
-            print(f"| {name} | {' | '.join(cells)} | {statistics.mean(spent):.0f} |")
+        groups = [records.select(noise=noise, optimizer=optimizer) for noise in noises]
+        heads = []
+        for runs in groups:
+            mean = {key: mean_and_error([run[key] for run in runs]) for key in FACTS}
+            share = f"{statistics.mean(run['wrong'] for run in runs) / IMAGES:.0%} wrong"
+            print(f"\n{optimizer}, {share}, {len(runs)} seeds:", mean)
+            heads += [f"{share}: AUC", "less the loss's", "recall"]
+        print(f"| ranking | {' | '.join(heads)} | seconds |")
+        print("|---" * (len(heads) + 2) + "|")
+        rows = []
+        for name in groups[0][0]["rankings"]:
+            cells, levels, spent = [], [], []
+            for runs in groups:
+                results = [run["rankings"][name] for run in runs]
+                aucs, recalls, seconds = zip(*results, strict=True)
+                # paired: rankings of a run share its images and its model
+                gains = [run["rankings"][name][0] - run["rankings"]["loss"][0] for run in runs]
+                cells += [mean_and_error(aucs), signed(gains), mean_and_error(recalls)]
+                levels.append(statistics.mean(aucs))
+                spent += seconds
+            row = f"| {name} | {' | '.join(cells)} | {statistics.mean(spent):.1f} |"
+            rows.append((statistics.mean(levels), row))
+        for _, row in sorted(rows, reverse=True):
+            print(row)
 
 
-def mean_and_error(values: list[float]) -> str:
+def signed(values: Sequence[float]) -> str:
+    sign = "−" if statistics.mean(values) < 0 else "+"
+    return sign + mean_and_error(values).removeprefix("-")
+
+
+def mean_and_error(values: Sequence[float]) -> str:
+    """The mean and, with two values or more, its standard error."""
+    mean = f"{statistics.mean(values):.3f}"
     if len(values) == 1:
-        return f"{values[0]:.3f}"
-    return f"{statistics.mean(values):.3f} ± {statistics.stdev(values) / len(values) ** 0.5:.3f}"
+        return mean
+    return f"{mean} ± {statistics.stdev(values) / len(values) ** 0.5:.3f}"
 
 
 def main() -> None:
