@@ -1,6 +1,6 @@
 """Unrolled influence against retraining with 1 % of the examples dropped, beside other scores.
 
-    python benchmarks/unroll.py [--cases digits,mnist] [--subsets 40] [--queries 20]
+    python benchmarks/unroll.py [--cases digits,mnist] [--subsets 40] [--queries 20] [--skip-times]
 
 The model of a task is trained once. For every subset it is trained again with the same seed, the
 same initial weights and the same batches, in which 1 % of the examples, drawn at random, have
@@ -62,6 +62,7 @@ CASES = {
     "digits": Case("digits-tiny", 1e-3, 150),
     "mnist": Case("mnist-tiny", 1e-3, 150),
     "speeches": Case("speeches-tiny", 1e-3, 100, examples=1_000),
+    "mnist-sgd": Case("mnist-tiny", 0.05, 150, "torch.optim:SGD(momentum=0.9)"),
     "sgd": Case("digits-tiny", 0.05, 150, "torch.optim:SGD(momentum=0.9)"),
     "muon": Case("digits-tiny", 1e-3, 150, "muon"),
     "soap": Case("digits-tiny", 1e-3, 150, "soap"),
@@ -213,6 +214,7 @@ def main() -> None:
     parser.add_argument("--cases", default="digits,mnist", help=f"of {', '.join(CASES)}")
     parser.add_argument("--subsets", type=int, default=40)
     parser.add_argument("--queries", type=int, default=20)
+    parser.add_argument("--skip-times", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
     print(conditions())
@@ -220,7 +222,8 @@ def main() -> None:
     for name in args.cases.split(","):
         study = Study(name, args.queries, args.subsets)
         size = {"case": name, "queries": args.queries}
-        records.once(study.times, **size, kind="times")
+        if not args.skip_times:
+            records.once(study.times, **size, kind="times")
         quality = partial(evaluated, study, records, args.queries, args.subsets)
         records.once(quality, **size, kind="quality", subsets=args.subsets)
 

@@ -48,8 +48,8 @@ class Vector(NamedTuple):
 class FunctionalStep:
     """Steps of an optimizer as a function; the optimizer and its parameters are not stepped.
 
-    Works for torch.optim.SGD and for AdamW, Muon, SOAP, Shampoo, Katie, SignDescent and the
-    engine itself (momentum), with float32 or float64 parameters, in one process.
+    Works for torch.optim.SGD and for AdamW, Muon, SOAP, Shampoo, Katie and the engine itself
+    (momentum), with float32 or float64 parameters, in one process.
 
     Args:
         optimizer: a new optimizer; its learning rates are multiplied by the `scale` of a step.
