@@ -9,6 +9,8 @@ from pkgutil import resolve_name
 
 import pytest
 
+import isokron
+
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
@@ -101,6 +103,10 @@ def test_entries_of_the_reference_exist(name: str) -> None:
     documented = resolve_name(name)
     for member in filter(None, reference_entries()[name].split(", ")):
         assert hasattr(documented, member), member
+
+
+def test_citation_has_the_version() -> None:
+    assert f"\nversion: {isokron.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_site_builds_and_loads_nothing_from_the_network(tmp_path: Path) -> None:
