@@ -285,8 +285,9 @@ def _workspace(kind: Kind, group: Group, work: str) -> int:
     """Bytes of the largest tensor of a batch, which has the size of the temporary tensors."""
     if group["workspace"] is not None:
         return int(group["workspace"])
-    # each batch of blocks that ranks share travels by itself, and cores share decompositions
-    small = work == "products" and kind[2].type == "cpu" and len(kind) == 3
+    # not of blocks that ranks share, whose batches each travel by themselves, and not of methods
+    # with decompositions, of which every core takes one
+    small = work == "products" and kind[2:] == (torch.device("cpu"),)
     return CPU_WORKSPACE if small else WORKSPACE
 
 

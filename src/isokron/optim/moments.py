@@ -116,7 +116,7 @@ def sums_by_owner(values: Sequence[Tensor], owners: Sequence[int]) -> Tensor:
 def norms(x: Tensor) -> Tensor:
     """Norm of every block, in float64: what a factor makes huge or tiny has a length too. [B]"""
     blocks = x.flatten(1)
-    if x.dtype is torch.float32:
+    if x.dtype is torch.float32 and not torch.compiler.is_compiling():  # a graph has no branches
         # a quarter of the time, and right where squares that matter neither over- nor underflow
         lengths = torch.linalg.vector_norm(blocks, dim=1)
         if surely_all((lengths > 1e-12) & (lengths < 1e18)):
