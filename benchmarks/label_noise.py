@@ -50,7 +50,7 @@ class Trained(NamedTuple):
 
     model: nn.Module
     logits: list[Tensor]
-    checkpoints: list[nn.Module]
+    checkpoints: Sequence[nn.Module]
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,8 @@ def train(optimizer: str, images: Tensor, labels: Tensor, seed: int) -> Trained:
     optimizer_class, lr = OPTIMIZERS[optimizer]
     stepper = optimizer_class(isokron.param_groups(model), lr=lr)
     schedule = LambdaLR(stepper, lambda step: warmup_cosine(step, steps))
-    history, checkpoints = [torch.zeros(len(images), 10) for _ in range(EPOCHS)], []
+    history = [torch.zeros(len(images), 10) for _ in range(EPOCHS)]
+    checkpoints: list[nn.Module] = []
     for step, indices in enumerate(batch_order(len(images), BATCH, steps, seed)):
         flip = torch.rand(BATCH, 1, 1, 1) < 0.5
         batch = images[indices]
@@ -145,13 +146,13 @@ def rank_out_of_fold(problem: Problem, rankings: Rankings) -> None:
 
     def probabilities() -> Tensor:
         folds = torch.arange(IMAGES) % FOLDS
-        result = torch.zeros(IMAGES, 10)
+        p = torch.zeros(IMAGES, 10)
         for fold in range(FOLDS):
-            others, left_out = folds != fold, folds == fold
+            training, left_out = folds != fold, folds == fold
             seed = problem.seed + 100 * (fold + 1)
-            model = train(problem.optimizer, images[others], labels[others], seed).model
-            result[left_out] = predict(model, images[left_out]).softmax(1)
-        return result
+            model = train(problem.optimizer, images[training], labels[training], seed).model
+            p[left_out] = predict(model, images[left_out]).softmax(1)
+        return p
 
     p, seconds = timed(probabilities)
     label = one_hot(labels, 10).bool()
@@ -269,7 +270,9 @@ def print_tables(records: Records, noises: list[str], optimizers: list[str]) -> 
         print("|---" * (len(heads) + 2) + "|")
         rows = []
         for name in groups[0][0]["rankings"]:
-            cells, levels, spent = [], [], []
+            cells: list[str] = []
+            levels: list[float] = []
+            spent: list[float] = []
             for runs in groups:
                 results = [run["rankings"][name] for run in runs]
                 aucs, recalls, seconds = zip(*results, strict=True)
