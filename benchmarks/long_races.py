@@ -9,10 +9,10 @@ every run: stopped at any time, `run` goes on where it was; tasks may run side b
 
 Settings are chosen by successive halving on seed 0. At 1x AdamW has 12 (three learning rates, each
 with four choices of weight decay, beta2 and warm-up), every other optimizer five learning rates; at
-4x the best 3 of AdamW and the best 2 of the others; at 16x the best 2 and the best 1. The best at
-16x has two more seeds: AdamW, and the three others that end lowest. Then the shortest schedule: who
-ends at or below AdamW's mean loss is trained on 0.6 of the steps, then on 0.4 or 0.8 (the 4x run is
-0.25). The time of a schedule is its steps times the CPU time of a step, from `time`.
+4x the best 3 of AdamW and the best 2 of the others; at 16x the best 2 and the best 1. Then the
+shortest schedule: who ends at or below AdamW's loss is trained on 0.6 of the steps, then on 0.4 or
+0.8 (the 4x run is 0.25). At last the best at 16x has two more seeds: AdamW, and the three others
+that end lowest. The time of a schedule is its steps times the CPU time of a step, from `time`.
 """
 
 from __future__ import annotations
@@ -136,8 +136,6 @@ class Study:
         steps = LONG * short
         best = {name: setting for name in names if (setting := self.chosen(name)) is not None}
         others = sorted(set(best) - {"adamw"}, key=lambda name: self.loss(best[name], steps))
-        repeated = [best[name] for name in ("adamw", *others[:SEEDS]) if name in best]
-        yield [(setting, steps, seed) for setting in repeated for seed in range(1, SEEDS)]
         goal = self.loss(best["adamw"], steps)
         reach = [best[name] for name in others if self.loss(best[name], steps) <= goal]
         yield [(setting, round(0.6 * steps), 0) for setting in reach]
@@ -146,6 +144,8 @@ class Study:
             for setting in reach
             for share in ((0.4 if self.loss(setting, round(0.6 * steps)) <= goal else 0.8),)
         ]
+        repeated = [best[name] for name in ("adamw", *others[:SEEDS]) if name in best]
+        yield [(setting, steps, seed) for setting in repeated for seed in range(1, SEEDS)]
 
     def shortest(self, setting: Setting) -> float | None:
         """The least share of the 16x steps with which a setting ends at AdamW's loss or below."""
