@@ -1,8 +1,8 @@
 """Which passages taught a language model a fact: attribution beside BM25 and sentence embeddings.
 
-    python benchmarks/planted_facts.py runs/planted_facts [--quick]
+    python benchmarks/planted_facts.py runs/planted_facts [--passages 500] [--quick]
 
-SmolLM2-135M (see pretrained.py) is fine-tuned on 1,000 passages. 60 of them state 20 invented
+SmolLM2-135M (see pretrained.py) is fine-tuned on passages (`--passages`). 60 state 20 invented
 facts, three wordings each (planted_facts.json); the others are from speeches and BBC news. Then the
 model is asked for every fact, and each method ranks all passages for the question and its answer.
 recall@k is the share of the passages that taught a fact among the first k, of at most k:
@@ -323,7 +323,7 @@ class Study:
         path = self.folder / "attribution" / "scores" / "questions.json"
         record = json.loads(path.read_text())
         record["run"]["model"] = "SmolLM2-135M, fine-tuned"
-        record["run"]["data"] = f"{self.planted} planted passages, speeches and BBC news"
+        record["run"]["data"] = f"speeches, BBC news and {self.planted} planted passages"
         write_json(path, record)
         return write_report(self.folder / "attribution", self.folder / "report.html")
 
