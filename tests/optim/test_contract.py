@@ -61,7 +61,7 @@ def test_loss_falls_on_a_small_network(case: Case) -> None:
     model = net()
     start = loss_of(model, 10_000).item()
     train(model, case.make(isokron.param_groups(model)), range(150))
-    assert loss_of(model, 10_000).item() < 0.7 * start
+    assert loss_of(model, 10_000).item() < 0.75 * start
 
 
 @every_case
