@@ -97,3 +97,10 @@ def test_the_command_line_starts_without_torch() -> None:
 def test_a_name_that_is_not_there_is_told_what_is(name: str, hint: str) -> None:
     with pytest.raises(AttributeError, match=hint):
         getattr(isokron, name)
+
+
+def test_isokron_jax_says_what_to_install() -> None:
+    hidden = "import importlib.util as u; f = u.find_spec; "
+    hidden += "u.find_spec = lambda name: None if name == 'jax' else f(name); import isokron.jax"
+    done = subprocess.run([sys.executable, "-c", hidden], capture_output=True, text=True)
+    assert done.stderr.endswith("run: pip install 'isokron[jax]'\n")

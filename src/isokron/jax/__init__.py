@@ -3,6 +3,11 @@
 Needs `pip install isokron[jax]`, and no torch.
 """
 
+from importlib.util import find_spec
+
+if find_spec("jax") is None or find_spec("optax") is None:
+    raise ModuleNotFoundError("isokron.jax needs jax and optax; run: pip install 'isokron[jax]'")
+
 from isokron.jax.katie import katie, scale_by_katie
 from isokron.jax.linalg import newton_schulz
 from isokron.jax.muon import muon, scale_by_muon
