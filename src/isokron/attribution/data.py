@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from isokron.distributed import Ranks
 from isokron.tasks import Examples, Shown
 from isokron.training import Progress, silent
 
-NUMBERS = 2048  # tokens, or other numbers, in a batch
+TOKENS = 2048  # in a batch
+PIXELS = 32  # or other floating-point inputs, that take as long as a token
+LARGEST_BATCH = 256  # examples
 DEFAULT_BATCH = 8  # examples in a batch if their size is unknown
 
 
@@ -28,7 +31,8 @@ class Data:
             collate function, in the data set's order), a list of tuples or dicts, or a
             `datasets.Dataset`.
         collate: list of examples → batch; default: the DataLoader's, or torch's.
-        batch_size: examples in a batch; default: the DataLoader's, or 2,048 tokens.
+        batch_size: examples in a batch; default: the DataLoader's, or 2,048 tokens, or up to 256 images
+            or other vectors of numbers.
         lengths: tokens of every example, to batch examples of similar length.
         ids: a name for every example; default: its index.
         examples: use only this many examples, evenly spaced.
@@ -80,7 +84,7 @@ class Data:
         self.source, self.collate = source, collate or default_collate
         self.size, self.lengths, self.ids = batch_size, lengths, ids
         # maximum of a batch; the memory plan lowers it if memory is short
-        self.tokens = NUMBERS
+        self.tokens = TOKENS
 
     def __len__(self) -> int:
         return len(self.source)
@@ -96,9 +100,7 @@ class Data:
         order = list(range(len(self)) if numbers is None else numbers)
         lengths = self.lengths
         if lengths is None:
-            size = self.size or DEFAULT_BATCH
-            if self.size is None and isinstance(self.source, Examples):
-                size = max(1, self.tokens // max(1, self.source.tensors[0][0].numel()))
+            size = self.size or self._default_size()
             return [order[first : first + size] for first in range(0, len(order), size)]
         order.sort(key=lambda number: (lengths[number], number))
         batches: list[list[int]] = []
@@ -110,6 +112,21 @@ class Data:
                 batches.append([])
             batches[-1].append(number)
         return batches
+
+    def _default_size(self) -> int:
+        """Examples in a batch, judged by the first tensor of the first example."""
+        equal = isinstance(self.source, Examples)
+        example = self.source.tensors[0][0] if equal else self._first
+        if not equal and not (isinstance(example, Tensor) and example.is_floating_point()):
+            return DEFAULT_BATCH
+        tokens = example.numel() / (PIXELS if example.is_floating_point() else 1)
+        return max(1, min(LARGEST_BATCH, int(self.tokens / max(1, tokens))))
+
+    @cached_property
+    def _first(self) -> Any:
+        """The inputs of the first example of a data set of tuples."""
+        example = self.source[0]
+        return example[0] if isinstance(example, tuple | list) and example else None
 
     def longest(self) -> list[int]:
         """The batch that needs most memory."""
