@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -129,18 +130,21 @@ def test_scores_are_the_derivative_of_retraining(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_with_operators_scores_are_the_derivative_at_the_operators_of_the_run(name: str) -> None:
+def test_with_operators_scores_are_the_derivative_at_the_operators_of_the_run(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     task = small_task(dead=False)
     model = make_model(task, 0)
     optimizer = OPERATORS[name](model)
     operators: list[dict[str, Tensor]] = []
-    compute = optimizer.refresh  # type: ignore[attr-defined]
+    method = type(optimizer)
+    compute = method.refresh  # type: ignore[attr-defined]
 
     def record(*arguments: Any) -> dict[str, Tensor]:
         operators.append(compute(*arguments))
         return operators[-1]
 
-    optimizer.refresh = record  # type: ignore[attr-defined]
+    monkeypatch.setattr(method, "refresh", record)
     run = task_run(task, model, optimizer, STEPS, 0)
     run.train()
     assert len(operators) > 3
@@ -148,11 +152,12 @@ def test_with_operators_scores_are_the_derivative_at_the_operators_of_the_run(na
     def train_frozen(weights: Tensor) -> Any:
         """Train with the recorded operators, whatever the gradients are."""
         replayed = iter(operators)
-        optimizer.refresh = lambda *_: next(replayed)  # type: ignore[attr-defined]
+        monkeypatch.setattr(method, "refresh", lambda *_: next(replayed))
         return run.train(weights)
 
     queries = query_losses(task)
     expected = finite_differences(train_frozen, queries)
+    monkeypatch.undo()
     assert_close(run_of(OPERATORS[name], task).scores(queries), expected)
 
 
@@ -298,6 +303,11 @@ def test_an_attributor_scores_by_its_training_run(tmp_path: Path) -> None:
     queries = [(row,) for row in task.held_out.tensors[0][:2]]
     scores = a.score(queries, name="two")
     assert scores.shape == (2, 32)
+    a.score(queries[:1], name="one")
+    assert {path.name for path in (tmp_path / "run/scores").glob("*.json")} >= {
+        "one.json",
+        "two.json",
+    }
     assert scores.answers[0]["proponents"][0]["nats"] == scores.answers[0]["proponents"][0]["score"]
     mean = a.score(queries, mode="mean", save=False)
     torch.testing.assert_close(torch.Tensor(mean[0]), torch.Tensor(scores).mean(0))
@@ -322,6 +332,10 @@ def test_an_unrolled_run_refuses_what_it_does_not_have(tmp_path: Path) -> None:
             a.score(query, **options)
     with pytest.raises(ValueError, match="damping has no meaning"):
         a.score(query, damping=0.1)
+    with pytest.raises(ValueError, match="refine has no meaning"):
+        a.score(query, refine=2)
+    with pytest.raises(ValueError, match="store has no meaning"):
+        a.score(query, store=True)
     with pytest.raises(ValueError, match="has no gradients to store"):
         a.build()
     with pytest.raises(ValueError, match="no self-influence"):
@@ -344,3 +358,56 @@ def test_an_unrolled_run_is_evaluated_with_its_own_batches(tmp_path: Path) -> No
     assert results["same_batches"]
     assert results["lds"].keys() == {"gradients", "unroll"}
     assert results["lds"]["unroll"]["mean"] > 0.9
+
+
+@pytest.mark.parametrize("name", ["adamw", "soap"])
+def test_a_run_leaves_its_model_and_its_optimizer_as_they_are(name: str) -> None:
+    task, ends = small_task(dead=False), []
+    for unroll in (True, False):
+        model = make_model(task, 0).eval()
+        optimizer = (OPTIMIZERS | OPERATORS)[name](model)
+        if unroll:
+            task_run(task, model, optimizer, STEPS, 0).train()
+            assert not model.training
+        for numbers in batch_order(EXAMPLES, 6, 5, 0):
+            losses(model, task.train.batch(numbers)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append([param.detach() for param in model.parameters()])
+    torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=0)
+    with pytest.raises(ValueError, match="optimizer must be new"):
+        task_run(task, model, optimizer, STEPS, 0)
+
+
+def test_a_dropout_model_shared_with_its_run_is_queried_without_dropout(tmp_path: Path) -> None:
+    def net() -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+
+    task = small_task(net)
+    task = replace(task, train=Examples((task.train.tensors[0].float(), task.train.tensors[1])))
+    model = make_model(task, 0)
+    run = task_run(task, model, make_optimizer(model, 1e-2), STEPS, 0)
+    train_(model, task, STEPS, 1e-2, 0)
+    a = Attributor(tmp_path, model, task=task).fit("unroll", run=run)
+    query = [(task.train.tensors[0][0], task.train.tensors[1][0])]
+    first, second = (a.score(query, save=False) for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_bad_arguments_of_a_run_are_named() -> None:
+    run = run_of(OPTIMIZERS["sgd"])
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("order must have the indices", {"order": []}),
+        ("order must have a tensor", {"order": [[0, 1]]}),
+        ("order must have indices from 0 to 3", {"examples": 4}),
+    ]
+    for message, change in cases:
+        with pytest.raises(ValueError, match=message):
+            replace(run, **change)
+    with pytest.raises(ValueError, match="segment must be a whole number"):
+        run.scores(lambda params: params["0.weight"].sum()[None], segment=0)
+    with pytest.raises(ValueError, match="weights must be one number for each"):
+        run.train(torch.ones(3))
+    model = make_model(small_task(), 0)
+    with pytest.raises(ValueError, match="steps must be at least 1"):
+        task_run(small_task(), model, OPTIMIZERS["sgd"](model), 0, 0)

@@ -217,7 +217,7 @@ def test_curvature_comes_from_a_checkpoint(isokron: Call, tmp_path: Path) -> Non
     assert "--curvature CHECKPOINT" in record["command"]
     (tmp_path / "text.pt").write_text("no checkpoint")
     result = isokron("fit", "other", *options[:-2], "--curvature", "text.pt")
-    fails(result, 1, "--curvature text.pt is no checkpoint of torch.save")
+    fails(result, 1, "--curvature text.pt is no file of tensors")
 
 
 def test_self_influence_is_written(isokron: Call, tmp_path: Path) -> None:

@@ -405,13 +405,22 @@ class Attributor:
         use_store = self.folder.stage("build") is not None if store is None else store
         settings: dict[str, Any] = {"mode": mode, "unit": unit, "by_layer": by_layer}
         settings |= {"top": top, "verify": verify, "refine": refine, "store": use_store}
+        refined = check_steps(refine)
         if self.is_unrolled:
-            for name, value in (("damping", damping), ("refine", refine or None)):
+            unknown = {"damping": damping, "refine": refine or None, "store": store or None}
+            for argument, value in unknown.items():
                 if value is not None:
-                    raise ValueError(f"{name} has no meaning for an unrolled run, got {value:g}")
-        elif check_steps(refine):
+                    raise ValueError(
+                        f"{argument} has no meaning for an unrolled run, got {value!r}; leave it "
+                        "out"
+                    )
+        elif refined:
             fit = self.folder.stage("fit") or {}
-            check_refinable(self.subject, self.curvature, settings, "optimizer" in fit)
+            check_refinable(self.subject, settings, "optimizer" in fit)
+            if self.curvature is None:
+                raise ValueError(
+                    f"refine={refine} needs a fitted curvature as preconditioner; call fit() first"
+                )
         default = REFINED_DAMPING if refine else DAMPING
         settings["damping"] = self._damping(damping, use_store, default)
         exact = self.exact

@@ -31,8 +31,8 @@ class Data:
             collate function, in the data set's order), a list of tuples or dicts, or a
             `datasets.Dataset`.
         collate: list of examples → batch; default: the DataLoader's, or torch's.
-        batch_size: examples in a batch; default: the DataLoader's, or 2,048 tokens, or up to 256 images
-            or other vectors of numbers.
+        batch_size: examples in a batch; default: the DataLoader's, or 2,048 tokens, or up to 256
+            images or other vectors of numbers.
         lengths: tokens of every example, to batch examples of similar length.
         ids: a name for every example; default: its index.
         examples: use only this many examples, evenly spaced.

@@ -159,9 +159,7 @@ def check_steps(steps: int) -> int:
     return steps
 
 
-def check_refinable(
-    subject: Subject, curvature: Curvature | None, settings: Mapping[str, Any], optimizer: bool
-) -> None:
+def check_refinable(subject: Subject, settings: Mapping[str, Any], optimizer: bool) -> None:
     """Refuse what cannot be refined, before any pass.
 
     settings: of `Attributor.score`. optimizer: whether the curvature is that of an optimizer.
@@ -183,8 +181,6 @@ def check_refinable(
             "not tell; give loss=isokron.losses.CrossEntropy() or another of isokron.losses, or a "
             "task with logits"
         )
-    if curvature is None:
-        raise ValueError(f"{what} needs a fitted curvature as preconditioner; call fit() first")
     if optimizer:
         raise ValueError(
             f"{what} needs damping in the scale of single loss terms, which the gradients of an "

@@ -68,10 +68,20 @@ def task_run(
         warmup: share of the steps in which the learning rate rises.
         progress: called with the stage, the steps done and their number.
     """
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, got {steps}")
+    # steps set the mode of the model, and count in the optimizer's state
+    model, optimizer = deepcopy((model, optimizer))
     numbers = torch.as_tensor(range(len(task.train)) if examples is None else examples)
     device = next(model.parameters()).device
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    has_stepped = bool(optimizer.state)
     functional, bound = FunctionalStep(optimizer, trained), _Bound(model, task.losses)
+    if has_stepped:
+        raise ValueError(
+            "optimizer must be new, got one that has made steps; make it again with the model's "
+            "initial weights"
+        )
 
     def batch(indices: Tensor) -> Batch:
         moved: Batch = to_device(task.train.batch(numbers[indices]), device)
@@ -148,6 +158,15 @@ class UnrolledScorer(ExactScorer):
             raise ValueError(
                 "method 'unroll' needs a task, one process, and the training run of the model; "
                 "give run=isokron.attribution.task_run.task_run(task, model, optimizer, …)"
+            )
+        if not isinstance(run, TrainingRun):
+            raise ValueError(f"run must be a TrainingRun, got {type(run).__name__}")
+        names = dict(subject.model.named_parameters())
+        shapes = {name: tuple(param.shape) for name, param in run.params.items()}
+        if any(name not in names or names[name].shape != s for name, s in shapes.items()):
+            raise ValueError(
+                "run must be that of the attributor's model, got one of a model with other "
+                "parameters"
             )
         if run.examples != len(subject.data):
             raise ValueError(

@@ -86,8 +86,27 @@ class TrainingRun:
     examples: int
     progress: Progress = silent
 
+    def __post_init__(self) -> None:
+        if not len(self.order):
+            raise ValueError("order must have the indices of at least one step, got none")
+        for numbers in self.order:
+            if not isinstance(numbers, Tensor) or not len(numbers):
+                raise ValueError(
+                    f"order must have a tensor of indices for every step, got {numbers!r}"
+                )
+            if not 0 <= int(numbers.min()) <= int(numbers.max()) < self.examples:
+                raise ValueError(
+                    f"order must have indices from 0 to {self.examples - 1}, the number of "
+                    f"`examples` less one, got {int(numbers.min())} to {int(numbers.max())}"
+                )
+
     def train(self, weights: Tensor | None = None) -> Any:
         """The trained parameters. weights: of all examples, [N]; default: 1."""
+        if weights is not None and tuple(weights.shape) != (self.examples,):
+            raise ValueError(
+                f"weights must be one number for each of the {self.examples} examples, got shape "
+                f"{tuple(weights.shape)}"
+            )
         point = (self.params, self.state)
         for t in range(len(self.order)):
             point = self._advanced(point, t, weights)
@@ -105,6 +124,8 @@ class TrainingRun:
                 or fewer if their graphs would take more than `memory`.
             memory: bytes for graphs; default: half of the free memory.
         """
+        if segment is not None and (not isinstance(segment, int) or segment < 1):
+            raise ValueError(f"segment must be a whole number of at least 1, got {segment!r}")
         total, tape, saved = len(self.order), list[Recorded](), list[Any]()
         size = segment or self._segment(memory)
         starts, point = range(0, total, size), (self.params, self.state)

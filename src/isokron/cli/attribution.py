@@ -71,10 +71,10 @@ class RunCurvature(CurvatureOptions):
         "(its state_dict(), or a dict with it under 'optimizer') instead of fitting one.",
     )
 
-    def check(self, source: Source, *chosen: bool) -> None:
+    def check(self, source: Source, chosen: bool = False) -> None:
         """Refuse options without effect beside --curvature or --method unroll, or a missing file.
 
-        chosen: whether further options that an unrolled run does not take are given.
+        chosen: whether options are given that an unrolled run does not take.
         """
         if self.curvature is not None:
             if replace(self, curvature=None) != RunCurvature():
@@ -89,13 +89,13 @@ class RunCurvature(CurvatureOptions):
         if source.model is not None or source.weights is not None:
             raise ValueError(
                 "--method unroll needs to train the model itself, and the training run of a model "
-                "from --model or --weights is not known; give --task"
+                "from --model or --weights is not known; give --task alone"
             )
-        if replace(self, method="kfac") != RunCurvature() or any(chosen):
+        if replace(self, method="kfac") != RunCurvature() or chosen:
             raise ValueError(
                 "--method unroll takes no option of curvature, damping, stores, layers or cosines; "
-                "leave out --fisher, --sharing, --fit-examples, --damping, --dim, --store, "
-                "--refine, --by-layer and --unit"
+                "leave out --fisher, --sharing, --fit-examples, --damping, --dim, --store-dtype, "
+                "--store, --refine, --layers, --by-layer and --unit"
             )
 
     def fit(self, a: Attributor) -> None:
@@ -118,9 +118,11 @@ def read_checkpoint(path: Path) -> Any:
 
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"--curvature {path} is no checkpoint of torch.save: {reason}") from None
+    except (pickle.UnpicklingError, RuntimeError, EOFError, LookupError) as error:
+        raise ValueError(
+            f"--curvature {path} is no file of tensors and plain values by torch.save "
+            f"({type(error).__name__}); save optimizer.state_dict()"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -242,8 +244,13 @@ def attribute(
         raise ValueError("--dim needs a store and --no-store forbids one; leave out one of them")
     if scoring.refine and (scoring.store or rows.dim is not None):
         raise ValueError("--refine needs exact scores; leave out --store and --dim (--no-store)")
-    chosen = (resources.damping, rows.dim, scoring.store, scoring.refine, asked.by_layer)
-    curvature.check(source, *(option not in (None, 0, False) for option in chosen), scoring.unit)
+    if scoring.refine and scoring.unit:
+        raise ValueError("--refine does not go with --unit; leave one of them out")
+    if scoring.refine and curvature.curvature is not None:
+        raise ValueError("--refine needs a curvature fitted to the data; leave out --curvature")
+    flags = (scoring.store, scoring.refine, asked.by_layer, scoring.unit, source.layers)
+    given = resources.damping is not None or rows != StoreRows() or any(flags)
+    curvature.check(source, given)
     with Display() as progress:
         a = open_run(run, progress, source, resources, check=asked.read)
         queries = asked.read(a.task, a)
@@ -258,6 +265,10 @@ def attribute(
         if demanded:
             use_store, why = scoring.store is not False, "as requested"
         announce(a, progress, curvature, queries, scoring.refine)
+        if scoring.refine:  # refused before the fit
+            from isokron.attribution.refinement import check_refinable
+
+            check_refinable(a.subject, {**asdict(scoring), "store": False}, optimizer=False)
         progress(f"scores: {'store' if use_store else 'exact'}; {why}", 0, 0)
         with work():
             curvature.fit(a)

@@ -149,7 +149,8 @@ def _saved_names(
     params: Mapping[str, Tensor], groups: Sequence[Mapping[str, Any]]
 ) -> list[list[str]]:
     if all("param_names" in group for group in groups):
-        return [list(group["param_names"]) for group in groups]
+        prefix = "_orig_mod."  # of a compiled model
+        return [[name.removeprefix(prefix) for name in g["param_names"]] for g in groups]
     # one group of all parameters has them in the order of the model
     if len(groups) == 1 and len(groups[0]["params"]) == len(params):
         return [list(params)]
@@ -167,6 +168,8 @@ def _optimizer_name(states: Mapping[str, ParamState]) -> str:
         return "NaturalGradient"
     if "cov" in keys:
         return "SOAP" if "basis" in keys else "Katie" if "variance" in keys else "Shampoo"
+    if "exp_avg_sq_scale" in keys:
+        raise _too_few_bits("exp_avg_sq", next(iter(states)))
     if keys <= {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "scale"}:
         return "AdamW"
     raise ValueError(
@@ -255,7 +258,8 @@ class BlockState:
 def _blocks(layer: Layer, state: ParamState) -> Iterator[BlockState]:
     """The blocks of a weight that lie in a layer, with the rows of it that they cover."""
     layout, group = layer.layout, state.group
-    cut = {key: group[key] for key in ("max_dim", "order", "stacked", "split", "split_dim")}
+    cut = {key: group[key] for key in ("max_dim", "stacked", "split", "split_dim")}
+    cut["order"] = group.get("order")  # checkpoints without it have blocks of any order
     row_of, column_of = _places(layer, state)
     numbers = torch.arange(prod(state.shape)).view(state.shape)
     for i, block in enumerate(cut_blocks(state.shape, **cut)):

@@ -230,7 +230,8 @@ def check_keys(
             raise ValueError(
                 f"{where}: {key!r} is {problem} (the checkpoint has {', '.join(sorted(saved))}; "
                 f"this optimizer {', '.join(sorted(expected))}); load it into the optimizer, "
-                "settings and model that saved it"
+                "settings and model that saved it (a saved convolution with a factor for every "
+                "dimension needs order=None)"
             )
 
 
