@@ -269,3 +269,12 @@ def test_a_checkpoint_of_another_shape_is_refused() -> None:
     wider.head = nn.Linear(5, 4, bias=False)
     with pytest.raises(ValueError, match="do not fit the model's shape"):
         taken(wider, optimizer.state_dict())
+
+
+def test_factors_of_other_statistics_and_moments_in_8_bits_are_refused() -> None:
+    eight = partial(isokron.param_groups, min_8bit_size=1, moments="8bit")
+    model, kullback, _ = trained("Shampoo", statistic="kl")
+    with pytest.raises(ValueError, match="statistic='kl'"):
+        taken(model, kullback)
+    with pytest.raises(ValueError, match="kept in 8 bits"):
+        taken(model, trained("AdamW", model, groups=eight)[1])

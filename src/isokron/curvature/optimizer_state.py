@@ -292,6 +292,11 @@ def _block_state(
     state: ParamState, number: int, sides: list[int], rows: Tensor, columns: Tensor, inside: Tensor
 ) -> BlockState:
     group, entry = state.group, state.entry
+    if group.get("statistic") == "kl":
+        raise ValueError(
+            f"the factors of {state.name!r} are those of statistic='kl', which are no sums of "
+            f"squared gradients; {FIT}"
+        )
     beta2 = group["betas"][1]
     beta = beta2 if group["factor_beta"] is None else group["factor_beta"]
     covs = [_mirrored(state.mean(f"cov.{side}.{number}", beta)) for side in sides]
