@@ -29,7 +29,7 @@ import sys
 sys.path.insert(0, {letters!r})
 from isokron.attribution import data
 from letters import task
-data.NUMBERS = 30
+data.TOKENS = 30
 """
 QUERIES = ["--query", "eval:0-1", "--query", "abc"]
 LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "isokron"]
@@ -38,7 +38,7 @@ ENV = {**os.environ, "OMP_NUM_THREADS": "1", "ISOKRON_TIMEOUT": "60"}
 
 @pytest.fixture
 def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.setattr(data, "NUMBERS", data.NUMBERS)  # which the task changes
+    monkeypatch.setattr(data, "TOKENS", data.TOKENS)  # which the task changes
     letters = str(Path(__file__).parents[1] / "attribution")
     (tmp_path / "task.py").write_text(TASK.format(letters=letters))
     return ["--task", f"{tmp_path / 'task.py'}:task", "--steps", "3"]
