@@ -345,6 +345,8 @@ def test_an_unrolled_run_refuses_what_it_does_not_have(tmp_path: Path) -> None:
         again.score(query)
     with pytest.raises(ValueError, match="needs a task, one process, and the training run"):
         again.fit("unroll")
+    with pytest.raises(ValueError, match="run is for fit"):
+        again.fit("kfac", run=a.exact.run)
     other = unrolled(tmp_path / "other", seed=1)
     with pytest.raises(ValueError, match="give the run that made the model"):
         other.score(query)

@@ -154,6 +154,8 @@ class Attributor:
                 data; the other arguments do not count.
             run: for "unroll": the training run that made the model.
         """
+        if run is not None and (method != "unroll" or optimizer is not None):
+            raise ValueError("run is for fit('unroll', run=…) alone; leave it out")
         if optimizer is not None:
             return self._take_curvature(optimizer)
         if method == "unroll":
@@ -407,8 +409,8 @@ class Attributor:
         settings |= {"top": top, "verify": verify, "refine": refine, "store": use_store}
         refined = check_steps(refine)
         if self.is_unrolled:
-            unknown = {"damping": damping, "refine": refine or None, "store": store or None}
-            for argument, value in unknown.items():
+            without_meaning = {"damping": damping, "refine": refine or None, "store": store or None}
+            for argument, value in without_meaning.items():
                 if value is not None:
                     raise ValueError(
                         f"{argument} has no meaning for an unrolled run, got {value!r}; leave it "
