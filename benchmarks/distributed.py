@@ -97,7 +97,7 @@ def measured(name: str, layout: str, cycles: int) -> Figures:
 
 def traffic(optimizer: isokron.Preconditioned) -> int:
     agreement = optimizer._agreement
-    parties = {*([agreement.ranks] if agreement.ranks else []), *agreement._ranks_by_group.values()}
+    parties = {*([agreement.ranks] if agreement.ranks else []), *agreement._ranks.values()}
     return sum(ranks.traffic.sent for ranks in (*parties, *agreement._controls.values()))
 
 

@@ -195,6 +195,28 @@ def test_copies_of_shards_must_begin_alike() -> None:
     assert outcomes(4, begun_apart, -1) == [("",)] * 4
 
 
+def look_alike() -> int:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    weights = []
+    for columns in (4, 5):
+        over = dist.device_mesh.init_device_mesh("cpu", (2, 2))
+        placements = [Replicate(), Shard(0)]
+        value = distribute_tensor(torch.eye(6, columns), over, placements, src_data_rank=None)
+        weights.append(nn.Parameter(value))
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer = isokron.SOAP(weights)
+    optimizer.step()
+    owners = optimizer._agreement.owners.values()
+    return len({owner for of_param in owners for owner in of_param.values()})
+
+
+def test_meshes_that_look_alike_have_one_load() -> None:
+    """torch may give a tensor either of them, by what it has in its caches."""
+    assert outcomes(4, look_alike) == [(2,)] * 4
+
+
 def kept() -> tuple[bool, bool]:
     group = control_group((0, 1), 30.0).group
     again, other = control_group((0, 1), 30.0).group, control_group((0, 1), 31.0).group

@@ -132,7 +132,7 @@ class StepAgreement:
     length: float = 0.0  # norm of this step's gradients that all ranks have whole
     # of each block that has had one: state stays where it is when blocks are laid out anew
     owners: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
-    _ranks_by_group: dict[Any, Ranks] = field(default_factory=dict)
+    _ranks: dict[Members, Ranks] = field(default_factory=dict)  # of sharded parameters
     _controls: dict[Members, Ranks] = field(default_factory=dict)
     _members: dict[Any, Members] = field(default_factory=dict)  # by mesh; None: of `ranks`
     _places: dict[Any, Place] = field(default_factory=dict)  # by shape, mesh and placements
@@ -154,7 +154,9 @@ class StepAgreement:
         return self._places[key]
 
     def _group_ranks(self, group: Any) -> Ranks:
-        return self._ranks_by_group.setdefault(group, Ranks(group, self.timeout))
+        # by members: torch takes meshes that look alike for one, whose groups are several
+        ranks = Ranks(group, self.timeout)
+        return self._ranks.setdefault(ranks.members, ranks)
 
     def active(self, groups: Groups) -> bool:
         """Whether any parameter is shared."""
