@@ -1,6 +1,6 @@
 """Train a GPT-2 (random weights, nothing downloaded) with accelerate, stop it and resume it.
 
-    python examples/train_accelerate.py [--steps 40] [--folder runs/accelerate]
+    python examples/train_accelerate.py [--epochs 4] [--folder runs/accelerate]
     accelerate launch --num_processes 2 examples/train_accelerate.py
 
 `prepare()` wraps the optimizer, `accumulate()` makes it step after every second batch, and
@@ -23,8 +23,8 @@ TEXT = "Observations are folded into statistics, and statistics become an operat
 LENGTH = 32
 
 
-def train(accelerator: Accelerator, steps: int, folder: str, resume: bool) -> list[torch.Tensor]:
-    """Train for `steps` steps, or for the second half of them from the state that is in `folder`."""
+def train(accelerator: Accelerator, epochs: int, folder: str, resume: bool) -> list[torch.Tensor]:
+    """Train for `epochs`, or for the second half of them from the state that is in `folder`."""
     set_seed(0)
     config = GPT2Config(
         vocab_size=128,
@@ -36,20 +36,16 @@ def train(accelerator: Accelerator, steps: int, folder: str, resume: bool) -> li
         eos_token_id=0,
     )
     model = GPT2LMHeadModel(config)
-    windows = torch.tensor(list((TEXT * 30).encode())).unfold(0, LENGTH, 5)  # [windows, LENGTH]
-    loader = DataLoader(windows, batch_size=16, shuffle=True, drop_last=True)
+    windows = torch.tensor(list((TEXT * 10).encode())).unfold(0, LENGTH, 5)  # [windows, LENGTH]
+    loader = DataLoader(windows, batch_size=8, shuffle=True, drop_last=True)
 
     optimizer = isokron.SOAP(isokron.param_groups(model), lr=1e-2)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 40))
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
-    begin = steps // 2 if resume else 0
     if resume:
         accelerator.load_state(folder)
-    step, epoch = begin, begin // (len(loader) // 2)
-    done = begin % (len(loader) // 2)  # steps of this epoch
-    while step < steps:
-        loader.set_epoch(epoch)  # accelerate shuffles by the number of the epoch
-        for tokens in accelerator.skip_first_batches(loader, 2 * done):
+    for epoch in range(epochs // 2 if resume else 0, epochs):
+        for tokens in loader:
             with accelerator.accumulate(model):
                 loss = model(input_ids=tokens, labels=tokens).loss
                 accelerator.backward(loss)
@@ -58,31 +54,25 @@ def train(accelerator: Accelerator, steps: int, folder: str, resume: bool) -> li
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
-            if not accelerator.sync_gradients:
-                continue
-            if step % 5 == 0:
-                accelerator.print(f"step {step:4}  loss {loss.item():.4f}")
-            step += 1
-            if step == steps // 2 and not resume:
-                accelerator.save_state(folder)
-            if step == steps:
-                break
-        epoch, done = epoch + 1, 0
+        accelerator.print(f"epoch {epoch}  loss {loss.item():.4f}")
+        # at the end of an epoch: inside of one, order and dropout would not be those of this run
+        if epoch + 1 == epochs // 2:
+            accelerator.save_state(folder)
+            accelerator.wait_for_everyone()  # nobody reads before it is written
     return [param.detach().clone() for param in model.parameters()]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--folder", default=None, help="where the state is saved")
     args = parser.parse_args()
     accelerator = Accelerator(gradient_accumulation_steps=2)
     folder = args.folder or tempfile.mkdtemp()
-    straight = train(accelerator, args.steps, folder, resume=False)
-    accelerator.wait_for_everyone()
+    straight = train(accelerator, args.epochs, folder, resume=False)
     accelerator.free_memory()
-    accelerator.print(f"once more, from step {args.steps // 2}")
-    resumed = train(accelerator, args.steps, folder, resume=True)
+    accelerator.print(f"once more, from epoch {args.epochs // 2}")
+    resumed = train(accelerator, args.epochs, folder, resume=True)
     same = all(map(torch.equal, straight, resumed))
     accelerator.print(f"the same weights: {same}")
 
