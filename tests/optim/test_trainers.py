@@ -5,88 +5,115 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
 
+import cases
 import isokron
+import processes
 
-transformers = pytest.importorskip("transformers", reason='pip install "isokron[hf]"')
-pytest.importorskip("accelerate", reason="pip install accelerate")
+# every optimizer, and the settings that change what a checkpoint must hold
+NAMES = (
+    *("adamw", "adamw-small", "muon", "sign", "shampoo", "soap", "soap-delayed", "soap-averaged"),
+    *("katie", "quad", "skew", "natural-kfac", "natural-ekfac"),
+)
+CASES = {case.name: case for case in cases.CASES}
 
 
-def trainer(folder: Path, steps: int, make: Any) -> Any:
-    torch.manual_seed(0)
+def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    if name in CASES:
+        return CASES[name].make(isokron.param_groups(model))
+    return isokron.NaturalGradient(model, method=name.removeprefix("natural-"), every=2)
+
+
+def equal(first: nn.Module, second: nn.Module) -> bool:
+    return all(map(torch.equal, first.parameters(), second.parameters()))
+
+
+# Hugging Face
+
+
+def gpt2(vocab: int = 32, width: int = 16) -> Any:
+    transformers = pytest.importorskip("transformers", reason='pip install "isokron[hf]"')
     config = transformers.GPT2Config(
-        vocab_size=32,
+        vocab_size=vocab,
         n_positions=16,
-        n_embd=16,
+        n_embd=width,
         n_layer=2,
         n_head=2,
         bos_token_id=0,
         eos_token_id=0,
     )
-    model = transformers.GPT2LMHeadModel(config)
-    tokens = torch.randint(32, (32, 16))
-    optimizer = make(isokron.param_groups(model))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 20)
+    torch.manual_seed(0)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def trainer(folder: Path, model: Any, tokens: Tensor, settings: dict[str, Any], **how: Any) -> Any:
+    pytest.importorskip("accelerate", reason="pip install accelerate")
+    import transformers
+
     arguments = transformers.TrainingArguments(
         str(folder),
-        max_steps=steps,
-        per_device_train_batch_size=8,
-        save_steps=3,
+        per_device_train_batch_size=4,
         report_to=[],
         use_cpu=True,
         disable_tqdm=True,
+        **settings,
     )
-    return transformers.Trainer(
-        model,
-        arguments,
-        train_dataset=[{"input_ids": row, "labels": row} for row in tokens],
-        optimizers=(optimizer, schedule),
-    )
+    rows = [{"input_ids": row, "labels": row} for row in tokens]
+    return transformers.Trainer(model, arguments, train_dataset=rows, **how)
 
 
-@pytest.mark.parametrize("make", [isokron.AdamW, isokron.Muon, isokron.SignDescent])
-def test_a_hugging_face_trainer_resumes_to_the_same_bits(make: Any, tmp_path: Path) -> None:
-    whole = trainer(tmp_path / "whole", 6, make)
-    whole.train()
-    trainer(tmp_path / "parts", 3, make).train()
-    rest = trainer(tmp_path / "parts", 6, make)
-    rest.train(resume_from_checkpoint=str(tmp_path / "parts" / "checkpoint-3"))
-    for mine, theirs in zip(rest.model.parameters(), whole.model.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_hugging_face_trainer_resumes_to_the_same_bits(name: str, tmp_path: Path) -> None:
+    def run(folder: str, steps: int, checkpoint: str | None = None) -> nn.Module:
+        model, tokens = gpt2(), torch.randint(32, (32, 16))
+        optimizer = make_optimizer(name, model)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 20)
+        settings = {"max_steps": steps, "save_steps": 3, "gradient_accumulation_steps": 2}
+        how = {"optimizers": (optimizer, schedule)}
+        run = trainer(tmp_path / folder, model, tokens, settings, **how)
+        run.train(resume_from_checkpoint=checkpoint)
+        return model
+
+    straight = run("straight", 6)
+    stopped = run("parts", 3)
+    resumed = run("parts", 6, str(tmp_path / "parts" / "checkpoint-3"))
+    assert equal(resumed, straight)
+    assert not equal(stopped, straight)
+
+
+def test_a_function_of_the_model_makes_the_optimizer_of_a_trainer(tmp_path: Path) -> None:
+    """`optimizer_cls_and_kwargs` takes a function without arguments that returns it."""
+    tokens, models = torch.randint(32, (32, 16)), []
+    for by_function in (True, False):
+        model = gpt2()
+        groups = isokron.param_groups
+        how: dict[str, Any] = {"optimizers": (isokron.SOAP(groups(model), lr=1e-2), None)}
+        if by_function:
+            make = lambda: lambda model, **settings: isokron.SOAP(groups(model), **settings)  # noqa: E731
+            how = {"optimizer_cls_and_kwargs": (make, {"lr": 1e-2})}
+        settings = {"max_steps": 3, "save_strategy": "no"}
+        trainer(tmp_path, model, tokens, settings, **how).train()
+        models.append(model)
+    assert equal(*models)
 
 
 def bare_and_grouped(folder: Path, make: Any, vocab: int, lr: float) -> list[float]:
     """Final losses under the Trainer's own groups of bare parameters, and under param_groups."""
     zipf = 1 / torch.arange(1, vocab + 1)
     tokens = torch.multinomial(zipf, 64 * 16, True, generator=torch.Generator().manual_seed(0))
-    rows = [{"input_ids": row, "labels": row} for row in tokens.view(64, 16)]
-    config = transformers.GPT2Config(
-        vocab_size=vocab,
-        n_positions=16,
-        n_embd=32,
-        n_layer=2,
-        n_head=2,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    arguments = transformers.TrainingArguments(
-        str(folder),
-        max_steps=12,
-        per_device_train_batch_size=4,
-        logging_steps=12,  # the mean over all steps
-        save_strategy="no",
-        report_to="none",
-        use_cpu=True,
-        disable_tqdm=True,
-    )
     losses = []
     for bare in (True, False):
-        torch.manual_seed(0)
-        model = transformers.GPT2LMHeadModel(config)
-        given: dict[str, Any] = {"optimizer_cls_and_kwargs": (make, {"lr": lr})}
+        model = gpt2(vocab, 32)
+        how: dict[str, Any] = {"optimizer_cls_and_kwargs": (make, {"lr": lr})}
         if not bare:
-            given = {"optimizers": (make(isokron.param_groups(model), lr=lr), None)}
-        run = transformers.Trainer(model, arguments, train_dataset=rows, **given)
+            how = {"optimizers": (make(isokron.param_groups(model), lr=lr), None)}
+        # logged once, the mean over all steps
+        settings = {"max_steps": 12, "logging_steps": 12, "save_strategy": "no"}
+        run = trainer(folder, model, tokens.view(64, 16), settings, **how)
         run.train()
         losses.append(next(float(e["loss"]) for e in run.state.log_history if "loss" in e))
     return losses
@@ -102,3 +129,132 @@ def test_bare_parameters_train_as_well_as_param_groups(
     with pytest.warns(UserWarning, match=rf"number 0 of shape \({vocab}, 32\)"):
         bare, grouped = bare_and_grouped(tmp_path, make, vocab, 1e-2)
     assert bare < grouped + 0.05  # with the method, the tied head costs about 0.4
+
+
+# accelerate and Lightning, on a small classifier with dropout
+
+
+def classifier() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.1)),
+        *(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3)),
+    )
+
+
+def examples() -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(32, 8, generator=generator)
+    return TensorDataset(inputs, (inputs[:, 0] > 0).long() + (inputs[:, 1] > 1).long())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_accelerate_resumes_to_the_same_bits(name: str, tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate", reason="pip install accelerate")
+
+    def run(first: int, last: int) -> nn.Module:
+        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+        model = classifier()
+        optimizer = make_optimizer(name, model)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 20)
+        loader = DataLoader(examples(), 8, shuffle=True)
+        wrapped, optimizer, loader, schedule = accelerator.prepare(
+            model, optimizer, loader, schedule
+        )
+        if first:
+            accelerator.load_state(str(tmp_path))
+        for epoch in range(first, last):
+            for inputs, targets in loader:
+                with accelerator.accumulate(wrapped):
+                    accelerator.backward(cross_entropy(wrapped(inputs), targets))
+                    optimizer.step()
+                    schedule.step()
+                    optimizer.zero_grad()
+            if epoch == 1:
+                accelerator.save_state(str(tmp_path))
+        return model
+
+    straight = run(0, 4)
+    resumed = run(2, 4)
+    assert equal(resumed, straight)
+
+
+@pytest.mark.filterwarnings("ignore:.*(LeafSpec|num_workers|does not have many workers)")
+@pytest.mark.parametrize("name", NAMES)
+def test_lightning_resumes_to_the_same_bits(name: str, tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning", reason="pip install lightning")
+
+    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = classifier()
+
+        def training_step(self, batch: list[Tensor]) -> Tensor:
+            return cross_entropy(self.layers(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            optimizer = make_optimizer(name, self.layers)
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 20)
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+        # Lightning does not store random numbers
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["random"] = torch.get_rng_state()
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            torch.set_rng_state(checkpoint["random"])
+
+    def run(epochs: int, checkpoint: Path | None = None) -> nn.Module:
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            max_epochs=epochs,
+            accumulate_grad_batches=2,
+            gradient_clip_val=1.0,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        module = Module()
+        trainer.fit(module, DataLoader(examples(), 8, shuffle=True), ckpt_path=checkpoint)
+        trainer.save_checkpoint(tmp_path / f"{epochs}.ckpt")
+        return module
+
+    straight = run(4)
+    run(2)
+    resumed = run(4, tmp_path / "2.ckpt")
+    assert equal(resumed, straight)
+
+
+# FSDP2 in accelerate and the Trainer: the optimizer is made first, and its parameters are replaced
+
+
+def losses_under_fsdp2(name: str, replaced: bool) -> list[float]:
+    model = classifier().eval()
+    if replaced:
+        optimizer = make_optimizer(name, model)
+        names = {param: key for key, param in model.named_parameters()}
+        keys = [[names[param] for param in group["params"]] for group in optimizer.param_groups]
+    fully_shard(model, mesh=processes.mesh(2))
+    if replaced:
+        sharded = dict(model.named_parameters())
+        for group, of_group in zip(optimizer.param_groups, keys, strict=True):
+            group["params"] = [sharded[key] for key in of_group]
+    else:
+        optimizer = make_optimizer(name, model)
+    inputs, targets = examples().tensors
+    losses = []
+    for _ in range(5):
+        loss = cross_entropy(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "natural" not in name])
+def test_parameters_may_be_replaced_by_their_shards_before_the_first_step(name: str) -> None:
+    replaced = processes.run(2, losses_under_fsdp2, name, True)
+    assert replaced == processes.run(2, losses_under_fsdp2, name, False)
+    assert replaced[0][-1] < replaced[0][0]
