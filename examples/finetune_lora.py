@@ -12,12 +12,12 @@ import tempfile
 from typing import Any
 
 import torch
-from datasets import Dataset
+from datasets import Dataset  # type: ignore[attr-defined]
 from peft import LoraConfig
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from trl import SFTConfig, SFTTrainer
+from trl import SFTConfig, SFTTrainer  # type: ignore[attr-defined]
 
 import isokron
 
@@ -29,10 +29,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     alphabet = ["<pad>", "<end>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>"
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>")
 
 
 def make_optimizer(optimizer: Any, **routing: Any) -> Any:
@@ -52,20 +49,15 @@ def train(model: Any, texts: list[dict[str, str]], steps: int, **settings: Any) 
         max_steps=steps,
         per_device_train_batch_size=5,
         lr_scheduler_type="constant",
-        bf16=torch.cuda.is_available(),  # SFTConfig's default is True
+        bf16=torch.cuda.is_available(),  # the default is True
         max_length=64,
         logging_steps=5,
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,
     )
-    trainer = SFTTrainer(
-        model,
-        arguments,
-        train_dataset=Dataset.from_list(texts),
-        processing_class=make_tokenizer(),
-        **settings,
-    )
+    data = {"train_dataset": Dataset.from_list(texts), "processing_class": make_tokenizer()}
+    trainer = SFTTrainer(model, arguments, **data, **settings)
     trainer.train()
     for record in trainer.state.log_history:
         if "loss" in record:
@@ -98,8 +90,8 @@ def main() -> None:
         for name, colour in COLOURS.items()
     ]
     lora = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
-    method = {"method": ["*lora_*"]} if args.muon else {}
-    adapt = make_optimizer(isokron.Muon if args.muon else isokron.AdamW, **method), {"lr": 1e-2}
+    muon = make_optimizer(isokron.Muon, method=["*lora_*"])
+    adapt = muon if args.muon else make_optimizer(isokron.AdamW), {"lr": 1e-2}
     train(model, questions, args.steps, peft_config=lora, optimizer_cls_and_kwargs=adapt)
 
 

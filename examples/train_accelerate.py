@@ -10,10 +10,11 @@ half-way ends with the same weights as one that was not stopped.
 
 import argparse
 import tempfile
+from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate import Accelerator  # type: ignore[import-untyped]
+from accelerate.utils import set_seed  # type: ignore[import-untyped]
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -36,8 +37,9 @@ def train(accelerator: Accelerator, epochs: int, folder: str, resume: bool) -> l
         eos_token_id=0,
     )
     model = GPT2LMHeadModel(config)
-    windows = torch.tensor(list((TEXT * 10).encode())).unfold(0, LENGTH, 5)  # [windows, LENGTH]
-    loader = DataLoader(windows, batch_size=8, shuffle=True, drop_last=True)
+    text = torch.tensor(list((TEXT * 10).encode()))
+    windows: Any = text.unfold(0, LENGTH, 5)  # [windows, LENGTH]
+    loader: Any = DataLoader(windows, batch_size=8, shuffle=True, drop_last=True)
 
     optimizer = isokron.SOAP(isokron.param_groups(model), lr=1e-2)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 40))

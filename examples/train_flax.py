@@ -8,6 +8,7 @@ The kernels of hidden layers get SOAP; embeddings, head, norms and biases get Ad
 """
 
 import argparse
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,10 +53,10 @@ class Model(nnx.Module):
         return self.head(x)
 
 
-def route(params: nnx.State) -> nnx.State:
+def route(params: Any) -> Any:
     """The optimizer of each parameter, by its path."""
 
-    def by_path(path: tuple[object, ...], _: jax.Array) -> str:
+    def by_path(path: Any, _: jax.Array) -> str:
         name = jax.tree_util.keystr(path)
         return "soap" if "blocks" in name and "kernel" in name else "adamw"
 
@@ -80,7 +81,7 @@ def main() -> None:
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
     @nnx.jit
-    def train_step(model: Model, optimizer: nnx.Optimizer, tokens: jax.Array) -> jax.Array:
+    def train_step(model: Model, optimizer: nnx.Optimizer[Model], tokens: jax.Array) -> jax.Array:
         loss, grads = nnx.value_and_grad(loss_of)(model, tokens)
         optimizer.update(model, grads)
         return loss

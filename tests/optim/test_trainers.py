@@ -87,18 +87,18 @@ def test_a_hugging_face_trainer_resumes_to_the_same_bits(name: str, tmp_path: Pa
 
 def test_a_function_of_the_model_makes_the_optimizer_of_a_trainer(tmp_path: Path) -> None:
     """`optimizer_cls_and_kwargs` takes a function without arguments that returns it."""
-    tokens, models = torch.randint(32, (32, 16)), []
-    for by_function in (True, False):
-        model = gpt2()
-        groups = isokron.param_groups
-        how: dict[str, Any] = {"optimizers": (isokron.SOAP(groups(model), lr=1e-2), None)}
-        if by_function:
-            make = lambda: lambda model, **settings: isokron.SOAP(groups(model), **settings)  # noqa: E731
-            how = {"optimizer_cls_and_kwargs": (make, {"lr": 1e-2})}
-        settings = {"max_steps": 3, "save_strategy": "no"}
-        trainer(tmp_path, model, tokens, settings, **how).train()
-        models.append(model)
-    assert equal(*models)
+
+    def of_model(model: nn.Module, **settings: Any) -> isokron.SOAP:
+        return isokron.SOAP(isokron.param_groups(model), **settings)
+
+    tokens, settings = torch.randint(32, (32, 16)), {"max_steps": 3, "save_strategy": "no"}
+    first, second = gpt2(), gpt2()
+    by_function = {"optimizer_cls_and_kwargs": (lambda: of_model, {"lr": 1e-2})}
+    trainer(tmp_path, first, tokens, settings, **by_function).train()
+    by_object = {"optimizers": (of_model(second, lr=1e-2), None)}
+    trainer(tmp_path, second, tokens, settings, **by_object).train()
+    assert equal(first, second)
+    assert not equal(first, gpt2())
 
 
 def bare_and_grouped(folder: Path, make: Any, vocab: int, lr: float) -> list[float]:
@@ -179,9 +179,7 @@ def test_accelerate_resumes_to_the_same_bits(name: str, tmp_path: Path) -> None:
     assert equal(resumed, straight)
 
 
-@pytest.mark.filterwarnings("ignore:.*(LeafSpec|num_workers|does not have many workers)")
-@pytest.mark.parametrize("name", NAMES)
-def test_lightning_resumes_to_the_same_bits(name: str, tmp_path: Path) -> None:
+def fit_by_lightning(name: str, loader: Any, epochs: int, save: Path, load: Any = None) -> Any:
     lightning = pytest.importorskip("lightning", reason="pip install lightning")
 
     class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
@@ -204,26 +202,47 @@ def test_lightning_resumes_to_the_same_bits(name: str, tmp_path: Path) -> None:
         def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             torch.set_rng_state(checkpoint["random"])
 
-    def run(epochs: int, checkpoint: Path | None = None) -> nn.Module:
-        trainer = lightning.Trainer(
-            accelerator="cpu",
-            max_epochs=epochs,
-            accumulate_grad_batches=2,
-            gradient_clip_val=1.0,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        module = Module()
-        trainer.fit(module, DataLoader(examples(), 8, shuffle=True), ckpt_path=checkpoint)
-        trainer.save_checkpoint(tmp_path / f"{epochs}.ckpt")
-        return module
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        max_epochs=epochs,
+        accumulate_grad_batches=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = Module()
+    trainer.fit(module, loader, ckpt_path=load)
+    trainer.save_checkpoint(save)
+    return module.layers
 
-    straight = run(4)
-    run(2)
-    resumed = run(4, tmp_path / "2.ckpt")
+
+@pytest.mark.parametrize("name", NAMES)
+def test_lightning_resumes_to_the_same_bits(name: str, tmp_path: Path) -> None:
+    loader = DataLoader(examples(), 8, shuffle=True)
+    straight = fit_by_lightning(name, loader, 4, tmp_path / "straight.ckpt")
+    stopped = fit_by_lightning(name, loader, 2, tmp_path / "half.ckpt")
+    resumed = fit_by_lightning(name, loader, 4, tmp_path / "end.ckpt", tmp_path / "half.ckpt")
     assert equal(resumed, straight)
+    assert not equal(stopped, straight)
+
+
+@pytest.mark.parametrize("name", ["soap", "natural-kfac"])
+def test_lightning_takes_the_steps_of_a_plain_loop(name: str, tmp_path: Path) -> None:
+    """It clears gradients between the forward and the backward pass, inside of a closure."""
+    loader = DataLoader(examples(), 8)
+    fitted = fit_by_lightning(name, loader, 3, tmp_path / "end.ckpt")
+    model = classifier()
+    optimizer = make_optimizer(name, model)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 20)
+    for _ in range(3):
+        for index, (inputs, targets) in enumerate(loader):
+            (cross_entropy(model(inputs), targets) / 2).backward()
+            if index % 2:
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+    assert equal(fitted, model)
 
 
 # FSDP2 in accelerate and the Trainer: the optimizer is made first, and its parameters are replaced
