@@ -1,11 +1,17 @@
 """Trainers people use: the optimizer goes in, and a stopped training resumes to the same bits."""
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
@@ -35,7 +41,7 @@ def equal(first: nn.Module, second: nn.Module) -> bool:
 # Hugging Face
 
 
-def gpt2(vocab: int = 32, width: int = 16) -> Any:
+def gpt2(vocab: int = 32, width: int = 16, **settings: Any) -> Any:
     transformers = pytest.importorskip("transformers", reason='pip install "isokron[hf]"')
     config = transformers.GPT2Config(
         vocab_size=vocab,
@@ -45,6 +51,7 @@ def gpt2(vocab: int = 32, width: int = 16) -> Any:
         n_head=2,
         bos_token_id=0,
         eos_token_id=0,
+        **settings,
     )
     torch.manual_seed(0)
     return transformers.GPT2LMHeadModel(config)
@@ -63,26 +70,45 @@ def trainer(folder: Path, model: Any, tokens: Tensor, settings: dict[str, Any], 
         **settings,
     )
     rows = [{"input_ids": row, "labels": row} for row in tokens]
-    return transformers.Trainer(model, arguments, train_dataset=rows, **how)
+    return transformers.Trainer(model, arguments, train_dataset=rows, eval_dataset=rows[:4], **how)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_hugging_face_trainer_resumes_to_the_same_bits(name: str, tmp_path: Path) -> None:
-    def run(folder: str, steps: int, checkpoint: str | None = None) -> nn.Module:
-        model, tokens = gpt2(), torch.randint(32, (32, 16))
+    resumes_to_the_same_bits(name, tmp_path, gpt2, {})
+
+
+@pytest.mark.parametrize("name", ["soap-averaged", "natural-kfac"])
+def test_evaluations_in_between_change_nothing(name: str, tmp_path: Path) -> None:
+    """The Trainer calls eval() and train() of an optimizer that has them."""
+
+    def without_dropout() -> Any:
+        return gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+
+    settings = {"eval_strategy": "steps", "eval_steps": 3}  # checkpoints follow evaluations
+    evaluated = resumes_to_the_same_bits(name, tmp_path / "evaluated", without_dropout, settings)
+    assert equal(evaluated, resumes_to_the_same_bits(name, tmp_path / "not", without_dropout, {}))
+
+
+def resumes_to_the_same_bits(name: str, folder: Path, make_model: Any, extra: Any) -> nn.Module:
+    def run(part: str, steps: int, checkpoint: str | None = None) -> nn.Module:
+        model, tokens = make_model(), torch.randint(32, (32, 16))
         optimizer = make_optimizer(name, model)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 20)
         settings = {"max_steps": steps, "save_steps": 3, "gradient_accumulation_steps": 2}
         how = {"optimizers": (optimizer, schedule)}
-        run = trainer(tmp_path / folder, model, tokens, settings, **how)
+        run = trainer(folder / part, model, tokens, {**settings, **extra}, **how)
         run.train(resume_from_checkpoint=checkpoint)
+        if isinstance(optimizer, isokron.Preconditioned):
+            optimizer.eval()  # the Trainer leaves averages as its last evaluation did
         return model
 
     straight = run("straight", 6)
     stopped = run("parts", 3)
-    resumed = run("parts", 6, str(tmp_path / "parts" / "checkpoint-3"))
+    resumed = run("parts", 6, str(folder / "parts" / "checkpoint-3"))
     assert equal(resumed, straight)
     assert not equal(stopped, straight)
+    return straight
 
 
 def test_a_function_of_the_model_makes_the_optimizer_of_a_trainer(tmp_path: Path) -> None:
@@ -134,10 +160,10 @@ def test_bare_parameters_train_as_well_as_param_groups(
 # accelerate and Lightning, on a small classifier with dropout
 
 
-def classifier() -> nn.Sequential:
+def classifier(dropout: float = 0.1) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
-        *(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.1)),
+        *(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(dropout)),
         *(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3)),
     )
 
@@ -243,6 +269,31 @@ def test_lightning_takes_the_steps_of_a_plain_loop(name: str, tmp_path: Path) ->
                 schedule.step()
                 optimizer.zero_grad()
     assert equal(fitted, model)
+
+
+# torchtitan: state dicts with flattened keys, by torch.distributed.checkpoint
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_flattened_state_dict_resumes_to_the_same_bits(name: str) -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+        inputs, targets = examples().tensors
+        for _ in range(steps):
+            cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    straight, resumed = classifier(0.0), classifier(0.0)
+    optimizer, fresh = make_optimizer(name, straight), make_optimizer(name, resumed)
+    step(straight, optimizer, 4)
+    resumed.load_state_dict(straight.state_dict())
+    saved = get_optimizer_state_dict(straight, optimizer, options=flat)
+    assert all(key.startswith(("state.", "param_groups.")) for key in saved)
+    set_optimizer_state_dict(resumed, fresh, deepcopy(saved), options=flat)
+    step(straight, optimizer, 3)
+    step(resumed, fresh, 3)
+    assert equal(resumed, straight)
 
 
 # FSDP2 in accelerate and the Trainer: the optimizer is made first, and its parameters are replaced
