@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import isokron
 
@@ -67,18 +68,13 @@ def convolutions(folder: Path) -> Any:
 
 
 def language_model(folder: Path) -> Any:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    config = GPT2Config(vocab_size=50, n_positions=16, n_embd=32, n_layer=2, n_head=2)
-    model = GPT2LMHeadModel(config)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=32, n_layer=2, n_head=2))
     train_set: Any = [{"input_ids": torch.randint(0, 50, (16,))} for _ in range(60)]
 
-    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:  # one per example
         tokens = batch["input_ids"]
-        logits = model(input_ids=tokens).logits[:, :-1]
-        terms = nn.functional.cross_entropy(logits.mT, tokens[:, 1:], reduction="none")
-        return terms.sum(1)  # one loss an example
+        logits = model(input_ids=tokens).logits[:, :-1].mT
+        return nn.functional.cross_entropy(logits, tokens[:, 1:], reduction="none").sum(1)
 
     train_(model, DataLoader(train_set, 20), loss)
 
@@ -94,8 +90,8 @@ def main() -> None:
     torch.manual_seed(0)
     for explain in (perceptron, convolutions, language_model):
         scores = explain(folder / explain.__name__)
-        best = scores.top(3)[0].proponents
-        print(f"{explain.__name__}: {', '.join(f'{e.id} ({e.score:.3g})' for e in best)}")
+        best = [f"{example.id} ({example.score:.3g})" for example in scores.top(3)[0].proponents]
+        print(f"{explain.__name__}: {', '.join(best)}")
     print(f"Pages: {folder}/*/report.html")
 
 
