@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from isokron.report.render import environment, source
 
@@ -55,13 +55,17 @@ class Plot(Chart):
     """A line plot. y_range crops the y-axis; goal is drawn as a dotted line."""
 
     y_label: str
-    lines: Sequence[Line]
-    marks: Sequence[Mark] = ()
+    lines: Sequence[Line] = field(repr=False)
+    marks: Sequence[Mark] = field(default=(), repr=False)
     x_log: bool = False
     y_log: bool = False
     y_range: tuple[float, float] | None = None
     goal: float | None = None
     empty: str = "no finished run"  # the text of a plot without points
+
+    def _repr_svg_(self) -> str:
+        """Display in a notebook, which would stretch a plot without a width to that of the page."""
+        return standalone(self).replace("width: 100%", f"width: {WIDTH}px", 1)
 
 
 @dataclass(frozen=True)
