@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
+from isokron.cli.encoding import echo
+
 if TYPE_CHECKING:
     from isokron.distributed import Ranks
     from isokron.distributed.launch import Launched
@@ -69,7 +71,7 @@ def work(advice: str = "run the same command again to continue") -> Iterator[Non
         yield
     except KeyboardInterrupt:
         if leads():
-            typer.echo(f"Interrupted: {advice}.", err=True)
+            echo(f"Interrupted: {advice}.", err=True)
         raise typer.Exit(130) from None
     except Exception as error:
         raise FailedWork from error
@@ -78,7 +80,7 @@ def work(advice: str = "run the same command again to continue") -> Iterator[Non
 def complain(message: str, error: BaseException | None = None) -> None:
     """Print an error in one line, on one of the ranks."""
     if _launched is None or _launched.speaks(error):
-        typer.echo(f"isokron: error: {' '.join(message.split())}", err=True)
+        echo(f"isokron: error: {' '.join(message.split())}", err=True)
 
 
 def report(error: Exception, options: Mapping[str, str]) -> int:

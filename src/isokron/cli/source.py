@@ -26,43 +26,66 @@ def option(default: Any, help: str, **more: Any) -> Any:
     return field(default=default, metadata={"help": help, **more})
 
 
+PRETRAINED = {"rich_help_panel": "With --model"}
+LAYERS = {"rich_help_panel": "Layers"}
+
+
 @dataclass(frozen=True)
 class Source:
     """Options for model and data; run.json records those that differ from the defaults."""
 
     panel: ClassVar[str] = "Model and data"
-    task: str | None = option(None, "Built-in task, module:function or file.py:function.")
-    model: str | None = option(None, "Hugging Face model, instead of --task: folder or hub name.")
+    task: str | None = option(
+        None,
+        "Built-in task (see: isokron tasks), module:function or file.py:function.",
+        metavar="TASK",
+    )
+    model: str | None = option(
+        None, "Hugging Face model, instead of --task: folder or hub name.", metavar="MODEL"
+    )
     data: str | None = option(
         None,
         "Training data of --model: a .jsonl, .csv, .tsv, .parquet or .txt file, a folder of .txt "
         "files, or the name of a data set.",
+        metavar="DATA",
     )
-    kind: Literal["language", "classifier"] = option("language", "Model type.")
-    text: str | None = option(None, "Data column with the texts.")
-    label: str | None = option(None, "Data column with the labels.")
-    id: str | None = option(None, "Data column with the document ids.")
-    context: int | None = option(None, "Maximum tokens of a document. Default: the model's.", min=1)
-    long: Literal["error", "cut", "split"] = option("error", "How to treat longer documents.")
-    weights: str | None = option(None, "Safetensors file with the model's trained weights.")
+    kind: Literal["language", "classifier"] = option("language", "Model type.", **PRETRAINED)
+    text: str | None = option(None, "Column with the texts.", metavar="COLUMN", **PRETRAINED)
+    label: str | None = option(None, "Column with the labels.", metavar="COLUMN", **PRETRAINED)
+    id: str | None = option(None, "Column with the document ids.", metavar="COLUMN", **PRETRAINED)
+    context: int | None = option(
+        None, "Maximum tokens of a document. Default: the model's.", min=1, **PRETRAINED
+    )
+    long: Literal["error", "cut", "split"] = option(
+        "error", "How to treat longer documents.", **PRETRAINED
+    )
+    weights: str | None = option(
+        None, "Safetensors file with the trained weights of a task's model.", metavar="FILE"
+    )
     steps: int | None = option(
         None, "Train a task's model for N steps of AdamW. Default: 300, 0 with --weights.", min=0
     )
     lr: float = option(3e-3, "Learning rate for --steps.", min=0)
     seed: int = option(0, "Random seed.")
     examples: int | None = option(None, "Use only N training examples, evenly spaced.", min=1)
-    dtype: Dtype = option("float32", "Dtype of the weights of --model.")
-    chat: bool | None = option(None, "Use the chat template for prompts. Default: if there is one.")
+    dtype: Dtype = option("float32", "Dtype of the weights of --model.", **PRETRAINED)
+    chat: bool | None = option(
+        None, "Use the chat template for prompts. Default: if there is one.", **PRETRAINED
+    )
     layers: list[str] | None = option(
         None,
         "Patterns of layer names, comma-separated or repeated; !pattern excludes. Default: all "
         "linear, convolution and norm layers up to --max-side.",
+        metavar="PATTERN",
+        **LAYERS,
     )
     max_side: int = option(
-        8192, "Largest number of inputs or outputs of the default layers.", min=1
+        8192, "Largest number of inputs or outputs of the default layers.", min=1, **LAYERS
     )
     head: Literal["skip", "lowrank"] = option(
-        "skip", "Output head larger than --max-side: leave it out, or use a low-rank form."
+        "skip",
+        "Output head larger than --max-side: leave it out, or use a low-rank form.",
+        **LAYERS,
     )
 
     def resolved(self) -> Source:
@@ -163,9 +186,11 @@ class Machine:
     """Options of all commands on a run."""
 
     panel: ClassVar[str] = "Computation"
-    device: str | None = option(None, "Device, such as cuda. Default: cuda if there is one.")
+    device: str | None = option(
+        None, "Device, such as cuda. Default: cuda if there is one.", metavar="DEVICE"
+    )
     memory: float | None = option(
-        None, "Memory to use, in GiB. Default: half of what is free.", min=1e-6
+        None, "Memory to use, in GiB. Default: half of what is free.", min=1e-6, metavar="GIB"
     )
 
 
