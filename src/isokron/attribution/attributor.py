@@ -25,7 +25,7 @@ from isokron.curvature import fit as fit_curvature
 from isokron.curvature.backward import probe_layers
 from isokron.curvature.fit import FISHERS, METHODS, SHARINGS
 from isokron.curvature.losses import CrossEntropy, Likelihood, Loss
-from isokron.curvature.optimizer_state import curvature_from_optimizer
+from isokron.curvature.optimizer_state import curvature_from_optimizer, read_checkpoint
 from isokron.distributed import Ranks
 from isokron.distributed.rank_tasks import in_turn
 from isokron.files import check_same
@@ -150,8 +150,8 @@ class Attributor:
             examples: fit to this many training examples, evenly spaced; default: all.
             seed: random seed of sampled labels.
             optimizer: take the curvature from this Shampoo, SOAP, Katie, NaturalGradient or AdamW
-                of isokron that has trained the model, or from its state_dict(), instead of from the
-                data; the other arguments do not count.
+                of isokron that has trained the model, from its state_dict(), or from the path of a
+                checkpoint with that, instead of from the data; the other arguments do not count.
             run: for "unroll": the training run that made the model.
         """
         if run is not None and (method != "unroll" or optimizer is not None):
@@ -162,7 +162,7 @@ class Attributor:
             scorer = UnrolledScorer.checked(
                 self.subject, self.inverse, self.task, run, self.budget.limit
             )
-            self.folder.enter("fit", {"method": "unroll"})
+            self._enter_fit({"method": "unroll"})
             self.exact = scorer
             return self
         settings: dict[str, Any] = {"method": method, "fisher": fisher, "sharing": sharing}
@@ -201,12 +201,20 @@ class Attributor:
     def _take_curvature(self, optimizer: Any) -> "Attributor":
         """The curvature that an optimizer has kept, without a pass over the data."""
         self.memory_plan("ekfac").check()
-        layers = self.subject.layers
+        layers, path = self.subject.layers, None
+        if isinstance(optimizer, str | Path):
+            path = Path(optimizer)
+            optimizer = read_checkpoint(path)
         curvature, origin = curvature_from_optimizer(self.subject.model, layers, optimizer)
         statistics = {name: layer.statistics for name, layer in curvature.layers.items()}
         settings: dict[str, Any] = {"method": origin.method, "fisher": "empirical"}
         settings["optimizer"] = {"name": origin.name, "step": origin.step}
         settings["optimizer"]["digest"] = hash_of(statistics)[:16]
+        earlier = self.folder.stage("fit") or {}
+        if earlier.get("optimizer") == settings["optimizer"]:
+            settings = earlier  # the checkpoint may be in another place now
+        elif path is not None:
+            settings["checkpoint"] = str(path.resolve())
         self._enter_fit(settings)
         if self._is_fitted():
             return self
@@ -216,6 +224,7 @@ class Attributor:
     def _enter_fit(self, settings: Mapping[str, Any]) -> None:
         self.folder.enter("fit", settings)
         # cached values may belong to an earlier call
+        self.exact = ExactScorer(self.subject, self.inverse)
         self.__dict__.pop("curvature", None)
         self.__dict__.pop("store", None)
         self._inverses.clear()

@@ -118,6 +118,10 @@ def task_run(
     generator = torch.Generator().manual_seed(seed).get_state()
     state = {"optimizer": functional.initial_state(params), "generator": generator}
     state["step"] = torch.tensor(0)
+    # one step shows whether all can be made, before the model is trained
+    with torch.enable_grad():
+        trial = {name: param.clone().requires_grad_() for name, param in params.items()}
+        step(trial, state, batch(order[0]), torch.ones(len(order[0]), device=device))
     return TrainingRun(step, params, state, batch, list(order), len(numbers), progress)
 
 

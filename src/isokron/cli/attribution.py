@@ -22,7 +22,6 @@ from isokron.cli.source import (
     open_run,
     option,
     recorded_source,
-    unroll,
 )
 from isokron.cli.terminal import (
     SHOWN,
@@ -94,6 +93,8 @@ class RunCurvature(CurvatureOptions):
                 "--method unroll needs to train the model itself, and the training run of a model "
                 "from --model or --weights is not known; give --task alone"
             )
+        if process.ranks() is not None:
+            raise ValueError("--method unroll works on one process; start it without torchrun")
         if replace(self, method="kfac") != RunCurvature() or chosen:
             raise ValueError(
                 "--method unroll takes no option of curvature, damping, stores, layers or cosines; "
@@ -103,29 +104,13 @@ class RunCurvature(CurvatureOptions):
 
     def fit(self, a: Attributor) -> None:
         if self.curvature is not None:
-            a.fit(optimizer=read_checkpoint(self.curvature))
+            a.fit(optimizer=self.curvature)
             return
         if self.method == "unroll":
-            unroll(a)
-            return
+            return  # open_run has given the run, which needs no fit
         seed = recorded_source(a.folder.path).seed
         settings: dict[str, Any] = {"fisher": self.fisher, "sharing": self.sharing, "seed": seed}
         a.fit(self.method, examples=self.fit_examples, **settings)
-
-
-def read_checkpoint(path: Path) -> Any:
-    """Tensors and plain values of a file written by torch.save."""
-    import pickle
-
-    import torch
-
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, LookupError) as error:
-        raise ValueError(
-            f"--curvature {path} is no file of tensors and plain values by torch.save "
-            f"({type(error).__name__}); save optimizer.state_dict()"
-        ) from None
 
 
 @dataclass(frozen=True)
@@ -254,10 +239,11 @@ def attribute(
     given = resources.damping is not None or rows != StoreRows() or any(flags)
     curvature.check(source, given)
     with Display() as progress:
-        a = open_run(run, progress, source, resources, check=asked.read)
+        unrolled = curvature.method == "unroll"
+        a = open_run(run, progress, source, resources, check=asked.read, unrolled=unrolled)
         queries = asked.read(a.task, a)
         use_store, why = a.choose(queries)
-        if curvature.method == "unroll":
+        if unrolled:
             use_store, why = False, "derivatives through the training run"
         elif scoring.refine:
             use_store, why = False, "--refine needs exact scores"
@@ -300,7 +286,8 @@ def fit(run: RunFolder, source: Source, curvature: RunCurvature, machine: Machin
     """
     curvature.check(source)
     with Display() as progress:
-        a = open_run(run, progress, source, machine)
+        unrolled = curvature.method == "unroll"
+        a = open_run(run, progress, source, machine, unrolled=unrolled)
         announce(a, progress, curvature)
         with work():
             curvature.fit(a)

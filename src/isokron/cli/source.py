@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from isokron.attribution import Attributor
+    from isokron.attribution.unroll import TrainingRun
     from isokron.tasks import Task
     from isokron.training import Progress
 
@@ -171,6 +172,30 @@ class Source:
             temporary.replace(path)
         return model.eval()
 
+    def training_run(self, task: Task, device: str, progress: Progress) -> TrainingRun:
+        """The training by `load_model` as a function of example weights; refused if it has none."""
+        from isokron.attribution.data import spread
+        from isokron.attribution.task_run import task_run
+        from isokron.training import make_model, make_optimizer
+
+        steps = (0 if task.trained else STEPS) if self.steps is None else self.steps
+        if not steps:
+            raise ValueError(
+                "--method unroll needs a model that is trained here, in at least one step, got a "
+                "task with a trained model or --steps 0; give --steps"
+            )
+        model = make_model(task, self.seed).to(device)
+        examples = spread(len(task.train), self.examples or len(task.train))
+        return task_run(
+            task,
+            model,
+            make_optimizer(model, self.lr),
+            steps,
+            self.seed,
+            examples=examples,
+            progress=progress,
+        )
+
     def trained_on(self, task: Task, examples: Tensor, seed: int) -> nn.Module:
         """A new model, trained on these examples like the run's model on all of them."""
         from isokron.training import make_model, train_
@@ -211,15 +236,17 @@ def open_run(
     source: Source | None = None,
     machine: Machine = Machine(),
     check: Callable[[Task], object] | None = None,
+    unrolled: bool | None = None,
 ) -> Attributor:
     """Open the run in a folder, or begin a new one; `source` must match an existing run.
 
-    check: called with the task before its model is trained.
+    check: called with the task before its model is trained. unrolled: whether scores are
+    derivatives through the training of the model; default: as recorded in the folder.
     """
     import torch
 
     from isokron.attribution import Attributor
-    from isokron.attribution.run_folder import RECORD, WEIGHTS, has_results
+    from isokron.attribution.run_folder import RECORD, WEIGHTS, has_results, read_record
     from isokron.distributed.rank_tasks import in_turn
     from isokron.files import check_free, check_same
 
@@ -242,6 +269,10 @@ def open_run(
         raise ValueError(f"--examples must be {limit}, got {source.examples}")
     if check is not None and not task.trained:
         check(task)
+    if unrolled is None:
+        unrolled = (read_record(folder)["stages"].get("fit") or {}).get("method") == "unroll"
+    # refused before the model is trained
+    run = source.training_run(task, device, progress) if unrolled else None
     # the first rank trains, the others read its weights
     with in_turn(process.ranks(), "loading or training the model"):
         model = source.load_model(task, folder, progress)
@@ -259,31 +290,7 @@ def open_run(
         ranks=process.ranks(),
         progress=progress,
     )
-    if a.is_unrolled:
-        unroll(a)
-    return a
-
-
-def unroll(a: Attributor) -> None:
-    """Let scores of a run be derivatives through the training of its model by `load_model`."""
-    from isokron.attribution.data import spread
-    from isokron.attribution.task_run import task_run
-    from isokron.training import make_model, make_optimizer
-
-    source, task = recorded_source(a.folder.path), a.task
-    assert task is not None
-    steps = (0 if task.trained else STEPS) if source.steps is None else source.steps
-    if not steps:
-        raise ValueError(
-            "--method unroll needs a model that is trained here, in at least one step, got a task "
-            "with a trained model or --steps 0; give --steps"
-        )
-    model = make_model(task, source.seed).to(a.subject.device)
-    examples = spread(len(task.train), source.examples or len(task.train))
-    optimizer = make_optimizer(model, source.lr)
-    progress = a.subject.progress
-    run = task_run(task, model, optimizer, steps, source.seed, examples=examples, progress=progress)
-    a.fit("unroll", run=run)
+    return a if run is None else a.fit("unroll", run=run)
 
 
 def recorded_source(folder: Path) -> Source:
