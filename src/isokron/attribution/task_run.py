@@ -179,6 +179,15 @@ class UnrolledScorer(ExactScorer):
             )
         return cls(subject, inverse, task, run, memory)
 
+    def settled(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Without damping; refuse it, refinement and a store."""
+        for argument in ("damping", "refine", "store"):
+            if (value := settings.get(argument)) not in (None, 0):
+                raise ValueError(
+                    f"{argument} has no meaning for an unrolled run, got {value!r}; leave it out"
+                )
+        return {**settings, "damping": None}
+
     def scores(
         self,
         queries: Sequence[Query],

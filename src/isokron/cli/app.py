@@ -13,9 +13,10 @@ import typer
 
 from isokron._version import __version__
 from isokron.cli import process
-from isokron.cli.attribution import attribute, build, evaluate, fit, query, report, score
+from isokron.cli.attribution import attribute, build, fit, query, report, score
 from isokron.cli.demo import demo
 from isokron.cli.encoding import configure_output, echo
+from isokron.cli.evaluate import evaluate
 from isokron.cli.help import CommandHelp, GroupHelp, metavar_of
 from isokron.cli.info import info, tasks
 from isokron.cli.inspect import inspect

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 import typer
 
 from isokron.cli.encoding import echo
+from isokron.files import FULL
 
 if TYPE_CHECKING:
     from isokron.distributed import Ranks
@@ -99,8 +100,9 @@ def report(error: Exception, options: Mapping[str, str]) -> int:
     else:
         message = f"{type(cause).__name__}: {cause}{_place(cause)}"
     complain(message, cause)
-    # a package that is not installed is not a wrong call
-    return 1 if isinstance(error, FailedWork) or isinstance(cause, ImportError) else 2
+    # a full disk and a package that is not installed are no wrong call
+    full = isinstance(cause, OSError) and cause.errno in FULL
+    return 1 if full or isinstance(error, FailedWork) or isinstance(cause, ImportError) else 2
 
 
 def named_options(message: str, options: Mapping[str, str]) -> str:

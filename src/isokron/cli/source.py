@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -144,7 +146,6 @@ class Source:
     def load_model(self, task: Task, folder: Path, progress: Progress) -> nn.Module:
         """The model with weights from --weights, the run's folder or the task, or trained now."""
         from safetensors import safe_open
-        from safetensors.torch import save_model
 
         from isokron.attribution.data import spread
         from isokron.attribution.run_folder import WEIGHTS
@@ -165,11 +166,7 @@ class Source:
         elif steps:
             examples = spread(len(task.train), self.examples or len(task.train))
             train_(model, task, steps, self.lr, self.seed, progress, examples)
-            folder.mkdir(parents=True, exist_ok=True)
-            # renamed when complete, since the process may be killed
-            temporary = folder / f".{WEIGHTS}.tmp"
-            save_model(model, str(temporary), {"training": settings})
-            temporary.replace(path)
+            save_weights(model, path, {"training": settings})
         return model.eval()
 
     def training_run(self, task: Task, device: str, progress: Progress) -> TrainingRun:
@@ -291,6 +288,28 @@ def open_run(
         progress=progress,
     )
     return a if run is None else a.fit("unroll", run=run)
+
+
+def save_weights(model: nn.Module, path: Path, metadata: dict[str, str]) -> None:
+    """Write a safetensors file, renamed when it is complete; shared tensors are written once."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_model
+
+    from isokron.files import explained
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        save_model(model, str(temporary), metadata)
+        temporary.replace(path)
+    except (SafetensorError, OSError) as error:
+        temporary.unlink(missing_ok=True)
+        # safetensors tells the number of the system's error in its text
+        number = re.search(r"os error (\d+)", str(error))
+        cause = (
+            OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(*error.args)
+        )
+        raise explained(path, cause) from None
 
 
 def recorded_source(folder: Path) -> Source:

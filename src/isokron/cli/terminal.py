@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -195,17 +195,3 @@ def one_line(shown: Shown, width: int = WIDTH) -> str:
     text = text if len(text) <= width else text[: width - 1] + "…"
     parts = [shown.title, f"label {shown.label}" if shown.label else "", text]
     return ", ".join(part for part in parts if part)
-
-
-def show_evaluation(results: Mapping[str, Any]) -> None:
-    """Print the results of `isokron evaluate`."""
-    echo("Linear datamodelling score, mean over queries ± standard error:")
-    for name, level in results["lds"].items():
-        echo(f"  {name:<28} {level['mean']:6.3f} ± {level['error']:.3f}")
-    if results["projected"]:
-        levels = ", ".join(f"{dim}: {rho:.3f}" for dim, rho in results["projected"].items())
-        echo(f"Rank correlation of a store's scores with exact ones, by dimension:\n  {levels}")
-    if results["mislabelled"]:
-        echo("Area under the ROC curve of finding flipped labels:")
-        for name, value in results["mislabelled"].items():
-            echo(f"  by {name:<25} {value:6.3f}")
