@@ -59,7 +59,7 @@ def test_json_has_the_same_optimizers(called) -> None:
 @pytest.mark.parametrize(
     ("number", "units", "text"),
     [
-        (0, BYTES, "-"),
+        (0, BYTES, "–"),
         (None, BYTES, "?"),
         (47, BYTES, "47 B"),
         (999.7, BYTES, "1 kB"),

@@ -108,7 +108,7 @@ def show(planned: Mapping[str, Any]) -> None:
             f"{100 * row['of_adamw']:.3g} %",
             *(in_units(row[key], BYTES) for key in ("sent_mean", "sent_worst")),
             *(in_units(row[key], SECONDS) for key in ("refresh_mean", "refresh_worst")),
-            f"{row['owners']:,}" if row["owners"] else "-",
+            f"{row['owners']:,}" if row["owners"] else printable("–"),
         )
     console, rates = output(WIDTH, log=WIDTH), [planned["product_flops"], planned["eigh_flops"]]
     held = HELD[planned["layout"]].format(**planned, copies=planned["ranks"] // planned["shard"])
@@ -128,9 +128,9 @@ def shortened(name: str) -> str:
 
 
 def in_units(number: float | None, units: Mapping[str, float]) -> str:
-    """'1.23 GB' with units=BYTES; "-" for 0, "?" for None."""
+    """'1.23 GB' with units=BYTES; "–" for 0, "?" for None."""
     if not number:
-        return "?" if number is None else "-"
+        return "?" if number is None else printable("–")
     ends = [*units.values(), float("inf")][1:]
     unit = next(u for u, end in zip(units, ends, strict=True) if number < 0.9995 * end)
     return printable(f"{number / units[unit]:.3g} {unit}")

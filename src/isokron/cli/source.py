@@ -266,7 +266,7 @@ def open_run(
         raise ValueError(f"--examples must be {limit}, got {source.examples}")
     if check is not None and not task.trained:
         check(task)
-    if unrolled is None:
+    if unrolled is None and (folder / RECORD).exists():
         unrolled = (read_record(folder)["stages"].get("fit") or {}).get("method") == "unroll"
     # refused before the model is trained
     run = source.training_run(task, device, progress) if unrolled else None
