@@ -290,19 +290,15 @@ def test_what_cannot_be_unrolled_is_refused_before_any_work(isokron: Call, tmp_p
             "self.table(letters)",
         ),
     }
-    norm = (
-        "class Norm(nn.BatchNorm1d):\n    def forward(self, x): return super().forward(x.mT).mT\n"
-    )
+    norm = "class Norm(nn.BatchNorm1d):\n    def forward(self, x): return super().forward(x.mT).mT"
     for message, change in broken.items():
-        (tmp_path / "mine.py").write_text(norm_first(LETTERS.read_text().replace(*change), norm))
+        text = LETTERS.read_text().replace("class Model", f"{norm}\n\nclass Model", 1)
+        assert change[0] in text
+        (tmp_path / "mine.py").write_text(text.replace(*change))
         mine = ["--task", "mine.py:task", "--steps", "3"]
         for command in (["attribute", "run", *mine, *asked], ["fit", "run", *mine, *asked[:2]]):
             fails(isokron(*command), 2, message)
     assert not (tmp_path / "run").exists()
-
-
-def norm_first(text: str, norm: str) -> str:
-    return text.replace("class Model", f"{norm}\n\nclass Model", 1)
 
 
 def test_a_run_goes_through_few_files(isokron: Call) -> None:
