@@ -42,7 +42,7 @@ def write_atomically(path: Path, parts: Iterable[bytes | memoryview]) -> None:
         else:
             _flush_folder(path.parent)
     except OSError as error:
-        raise _explained(path, error) from None
+        raise explained(path, error) from None
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -129,7 +129,7 @@ def _flush_folder(folder: Path) -> None:
         os.close(number)
 
 
-def _explained(path: Path, error: OSError) -> OSError:
+def explained(path: Path, error: OSError) -> OSError:
     """The same error, with the same number and class, and a message that says what to do."""
     remedy = "make its folder writable, or choose another"
     if error.errno in FULL:
@@ -138,5 +138,5 @@ def _explained(path: Path, error: OSError) -> OSError:
             f"{free:,.1f} MB are free there; free some space, or raise the limit, and run the same "
             "command again: what is finished stays"
         )
-    explained = f"could not write {str(path)!r}: {error.strerror or error}; {remedy}"
-    return OSError(explained) if error.errno is None else OSError(error.errno, explained)
+    message = f"could not write {str(path)!r}: {error.strerror or error}; {remedy}"
+    return OSError(message) if error.errno is None else OSError(error.errno, message)

@@ -352,6 +352,19 @@ def test_an_unrolled_run_refuses_what_it_does_not_have(tmp_path: Path) -> None:
         other.score(query)
 
 
+def test_a_run_that_could_not_be_unrolled_is_fitted_instead(tmp_path: Path) -> None:
+    a = unrolled(tmp_path)
+    with torch.no_grad():
+        next(a.subject.model.parameters()).add_(1)
+    query = [(letters.task().held_out.tensors[0][0],)]
+    with pytest.raises(ValueError, match="away from the model"):
+        a.score(query)
+    run = a.exact.run
+    a.fit("kfac").score(query)
+    with pytest.raises(ValueError, match="method was 'kfac', is 'unroll'"):
+        a.fit("unroll", run=run)
+
+
 def test_an_unrolled_run_is_evaluated_with_its_own_batches(tmp_path: Path) -> None:
     def unused(*_: Any) -> nn.Module:
         raise AssertionError("an unrolled run retrains itself")

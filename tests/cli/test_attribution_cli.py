@@ -214,7 +214,10 @@ def test_curvature_comes_from_a_checkpoint(isokron: Call, tmp_path: Path) -> Non
     (path,) = (tmp_path / "run" / "scores").glob("*.json")
     record = json.loads(path.read_text())
     assert record["method"]["optimizer"]["step"] == 1
-    assert "--curvature CHECKPOINT" in record["command"]
+    assert f"--curvature {tmp_path / 'checkpoint.pt'}" in record["command"]
+    # the same state from another place is the same curvature
+    (tmp_path / "checkpoint.pt").rename(tmp_path / "moved.pt")
+    assert isokron("attribute", "run", *options, "--curvature", "moved.pt")[0] == 0
     (tmp_path / "text.pt").write_text("no checkpoint")
     result = isokron("fit", "other", *options[:-2], "--curvature", "text.pt")
     fails(result, 1, "--curvature text.pt is no file of tensors")
@@ -279,8 +282,23 @@ def test_what_cannot_be_unrolled_is_refused_before_any_work(isokron: Call, tmp_p
         message = "--method unroll takes no option of curvature"
         fails(isokron("attribute", "run", *TASK, *asked, *options), 2, message)
     untrained = [*TASK[:2], "--steps", "0"]
-    fails(isokron("attribute", "run", *untrained, *asked), 1, "in at least one step")
-    assert not (tmp_path / "run" / "scores").exists()
+    fails(isokron("attribute", "run", *untrained, *asked), 2, "in at least one step")
+    broken = {
+        "buffer 'norm.running_mean' changes in training": ("nn.LayerNorm(6)", "Norm(6)"),
+        "'norm.weight' has no gradient in step 1": (
+            "self.norm(self.table(letters))",
+            "self.table(letters)",
+        ),
+    }
+    norm = "class Norm(nn.BatchNorm1d):\n    def forward(self, x): return super().forward(x.mT).mT"
+    for message, change in broken.items():
+        text = LETTERS.read_text().replace("class Model", f"{norm}\n\nclass Model", 1)
+        assert change[0] in text
+        (tmp_path / "mine.py").write_text(text.replace(*change))
+        mine = ["--task", "mine.py:task", "--steps", "3"]
+        for command in (["attribute", "run", *mine, *asked], ["fit", "run", *mine, *asked[:2]]):
+            fails(isokron(*command), 2, message)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_goes_through_few_files(isokron: Call) -> None:

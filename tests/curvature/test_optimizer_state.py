@@ -237,6 +237,17 @@ def test_an_optimizer_and_its_file_give_the_same_bytes(
         assert loaded[layer].to_dense().equal(inverse[layer].to_dense())
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_checkpoint_of_other_shapes_is_refused_by_name_and_shape(name: str) -> None:
+    narrow = nn.Sequential(nn.Flatten(), nn.Linear(18, 4), nn.Tanh(), nn.Linear(4, 3))
+    wide = nn.Sequential(nn.Flatten(), nn.Linear(18, 6), nn.Tanh(), nn.Linear(6, 3))
+    saved = trained(name, narrow)[1].state_dict()
+    taken(narrow, saved)
+    with pytest.raises(ValueError, match=r"'1(\.weight)?'.*\(.*4.*\).*give the") as caught:
+        taken(wide, saved)
+    assert "6" in str(caught.value)
+
+
 def test_what_is_no_curvature_of_the_model_is_refused() -> None:
     model, optimizer, _ = trained("SOAP")
     other = Attention()

@@ -3,6 +3,7 @@
 import copy
 import logging
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -263,6 +264,13 @@ def test_a_wrong_group_is_refused_and_not_added(group: dict[str, object], messag
     assert len(optimizer.param_groups) == 1
 
 
+# optimizers whose constructors take bare parameters
+OPTIMIZERS = (
+    *(isokron.AdamW, isokron.Shampoo, isokron.SOAP, isokron.Katie, isokron.Muon),
+    *(isokron.SignDescent, isokron.Quad, isokron.Skew),
+)
+
+
 @pytest.mark.parametrize(
     ("make", "name", "ours"),
     [
@@ -287,11 +295,41 @@ def test_other_libraries_names_are_answered_with_ours(make: type, name: str, our
         make([nn.Parameter(torch.zeros(2, 2))], **{name: 1})
 
 
-def test_all_names_of_peers_stand_for_settings_there_are() -> None:
-    optimizers = (isokron.SOAP, isokron.Shampoo, isokron.Katie, isokron.Muon, isokron.Quad)
+@pytest.mark.parametrize("make", OPTIMIZERS, ids=lambda make: make.__name__)
+def test_every_hint_names_a_setting_that_is_accepted(make: type) -> None:
     weight = nn.Parameter(torch.zeros(2, 2))
-    known = {name for make in optimizers for name in make([weight]).defaults}
-    assert {name for names in PEERS.values() for name in names} <= known
+    defaults = make([weight]).defaults
+    for name in PEERS:
+        if name in defaults:
+            continue  # Quad and Skew have a block_size of their own
+        with pytest.raises(TypeError) as caught:
+            make([weight], **{name: 1})
+        _, asked, hint = str(caught.value).partition("did you mean ")
+        for setting in re.findall(r"'(\w+)'", hint.partition("?")[0]):
+            make([{"params": [weight], setting: defaults[setting]}])
+        assert bool(asked) == bool(set(PEERS[name]) & defaults.keys()), name
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("warmup_steps", "scheduler"),
+        ("gradient_clipping", "clip_grad_norm_"),
+        ("weight_decay_type", "did you mean 'decay'?"),
+        ("storage_dtype", "'state_dtype'"),
+    ],
+)
+def test_names_that_look_like_another_setting_are_not_taken_for_it(
+    make: type, name: str, advice: str
+) -> None:
+    weight = nn.Parameter(torch.zeros(2, 2))
+    with pytest.raises(TypeError, match=name) as caught:
+        make([weight], **{name: 1})
+    assert advice in str(caught.value)
+    with pytest.raises(ValueError, match=name) as refused:
+        make([{"params": [weight], name: 1}])
+    assert advice in str(refused.value)
 
 
 def test_a_parameter_given_twice_is_refused() -> None:

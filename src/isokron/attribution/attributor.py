@@ -1,41 +1,50 @@
 """Training-data attribution for a trained model: fit curvature, score queries, write a page."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from isokron.attribution.data import Data, Subject, hash_of, show_example, spread, to_device
-from isokron.attribution.evaluate import Noise
+from isokron.attribution.data import (
+    Data,
+    Subject,
+    hash_of,
+    show_example,
+    spread,
+    to_device,
+    with_task,
+)
 from isokron.attribution.memory import Budget, MemoryPlan
 from isokron.attribution.queries import Query, as_queries
-from isokron.attribution.refinement import RefinedScorer, check_refinable, check_steps
+from isokron.attribution.refinement import RefinedScorer
 from isokron.attribution.results import Explanation, Scores, check_finite, token_table
 from isokron.attribution.run_folder import RunFolder
-from isokron.attribution.scorers import ExactScorer, Scored, StoreScorer
-from isokron.attribution.store import DTYPES, Store
+from isokron.attribution.scorers import (
+    DAMPING,
+    ExactScorer,
+    StoreScorer,
+    check_build,
+    check_settings,
+    projected_layers,
+)
+from isokron.attribution.store import Store
 from isokron.attribution.task_run import UnrolledScorer
 from isokron.attribution.unroll import TrainingRun
 from isokron.curvature import Curvature, find_layers
 from isokron.curvature import fit as fit_curvature
 from isokron.curvature.backward import probe_layers
 from isokron.curvature.fit import FISHERS, METHODS, SHARINGS
-from isokron.curvature.losses import CrossEntropy, Likelihood, Loss
-from isokron.curvature.optimizer_state import curvature_from_optimizer
+from isokron.curvature.losses import Likelihood, Loss
+from isokron.curvature.optimizer_state import curvature_from_optimizer, read_checkpoint
 from isokron.distributed import Ranks
 from isokron.distributed.rank_tasks import in_turn
 from isokron.files import check_same
 from isokron.tasks import Shown, Task
 from isokron.training import Progress, silent
-
-DAMPING = 0.1
-REFINED_DAMPING = 10.0  # of G, without what damping on both sides of K-FAC adds; docs/refinement.md
-MODES = ("individual", "mean", "nearest")
-PASSES = 4  # over the data, above which a store is cheaper than exact scores
 
 
 class Attributor:
@@ -95,19 +104,7 @@ class Attributor:
         patterns = [layers] if isinstance(layers, str) else layers
         self.patterns = None if patterns is None else list(patterns)
         selection = find_layers(model, self.patterns, max_side=max_side, head=head)
-        if task is not None:
-            if loss is None:
-                loss = task.losses if task.logits is None else CrossEntropy(task.logits)
-            if train_set is None:
-                train_set = task.train
-                data = {"ids": task.ids, "lengths": task.lengths, **data}
-        if train_set is None:
-            raise ValueError("train_set must be a data set, got None; give one, or a task")
-        if loss is None:
-            raise ValueError(
-                "loss must be one of isokron.losses or a function (model, batch) → loss per "
-                "example, got None; give loss=isokron.losses.CrossEntropy()"
-            )
+        train_set, loss, data = with_task(task, train_set, loss, data)
         self.data = Data(train_set, examples=examples, **data)
         on = next(model.parameters()).device
         # two examples show which layers mix them
@@ -137,7 +134,7 @@ class Attributor:
         seed: int = 0,
         optimizer: Any = None,
         run: TrainingRun | None = None,
-    ) -> "Attributor":
+    ) -> Self:
         """Fit the curvature of the model on its training data, or load it if it was fitted before.
 
         Args:
@@ -150,19 +147,19 @@ class Attributor:
             examples: fit to this many training examples, evenly spaced; default: all.
             seed: random seed of sampled labels.
             optimizer: take the curvature from this Shampoo, SOAP, Katie, NaturalGradient or AdamW
-                of isokron that has trained the model, or from its state_dict(), instead of from the
-                data; the other arguments do not count.
+                of isokron that has trained the model, from its state_dict(), or from the path of a
+                checkpoint with that, instead of from the data; the other arguments do not count.
             run: for "unroll": the training run that made the model.
         """
+        subject = self.subject
         if run is not None and (method != "unroll" or optimizer is not None):
             raise ValueError("run is for fit('unroll', run=…) alone; leave it out")
         if optimizer is not None:
             return self._take_curvature(optimizer)
         if method == "unroll":
-            scorer = UnrolledScorer.checked(
-                self.subject, self.inverse, self.task, run, self.budget.limit
-            )
-            self.folder.enter("fit", {"method": "unroll"})
+            limit = self.budget.limit
+            scorer = UnrolledScorer.checked(subject, self.inverse, self.task, run, limit)
+            self._enter_fit({"method": "unroll"})
             self.exact = scorer
             return self
         settings: dict[str, Any] = {"method": method, "fisher": fisher, "sharing": sharing}
@@ -176,54 +173,58 @@ class Attributor:
             )
         numbers = spread(len(self.data), count)
         # all checks come first, because a recorded stage cannot be changed
-        if fisher != "empirical" and not isinstance(self.subject.loss, Likelihood):
+        if fisher != "empirical" and not isinstance(subject.loss, Likelihood):
             raise ValueError(
                 f"fisher {fisher!r} needs a loss that knows its distribution, such as "
                 "isokron.losses.CrossEntropy(), or a task with logits; use 'empirical'"
             )
         self.budget.check_head(numbers)
         self.memory_plan(method).check()
-        self._enter_fit({**settings, "examples": examples, "seed": seed})
-        if self._is_fitted():
-            return self
-        self.curvature = fit_curvature(
-            self.subject.model,
-            self.subject.batches(self.data.plan(numbers), "fit"),
-            self.subject.loss,
+        compute = partial(
+            fit_curvature,
+            subject.model,
+            subject.batches(self.data.plan(numbers), "fit"),
+            subject.loss,
             selection=self.selection,
             policy=dict.fromkeys(self.lowrank, "all") or "dense",
             seed=seed,
-            ranks=self.subject.ranks,
+            ranks=subject.ranks,
             **settings,
         )
-        return self._save_curvature(self.curvature)
+        return self._fitted({**settings, "examples": examples, "seed": seed}, compute)
 
-    def _take_curvature(self, optimizer: Any) -> "Attributor":
+    def _take_curvature(self, optimizer: Any) -> Self:
         """The curvature that an optimizer has kept, without a pass over the data."""
         self.memory_plan("ekfac").check()
-        layers = self.subject.layers
-        curvature, origin = curvature_from_optimizer(self.subject.model, layers, optimizer)
+        path = Path(optimizer) if isinstance(optimizer, str | Path) else None
+        saved = optimizer if path is None else read_checkpoint(path)
+        curvature, origin = curvature_from_optimizer(self.subject.model, self.subject.layers, saved)
         statistics = {name: layer.statistics for name, layer in curvature.layers.items()}
         settings: dict[str, Any] = {"method": origin.method, "fisher": "empirical"}
         settings["optimizer"] = {"name": origin.name, "step": origin.step}
         settings["optimizer"]["digest"] = hash_of(statistics)[:16]
-        self._enter_fit(settings)
-        if self._is_fitted():
-            return self
-        self.curvature = curvature
-        return self._save_curvature(curvature)
+        earlier = self.folder.stage("fit") or {}
+        if earlier.get("optimizer") == settings["optimizer"]:
+            settings = earlier  # the checkpoint may be in another place now
+        elif path is not None:
+            settings["checkpoint"] = str(path.resolve())
+        return self._fitted(settings, lambda: curvature)
 
     def _enter_fit(self, settings: Mapping[str, Any]) -> None:
         self.folder.enter("fit", settings)
         # cached values may belong to an earlier call
+        self.exact = ExactScorer(self.subject, self.inverse)
         self.__dict__.pop("curvature", None)
         self.__dict__.pop("store", None)
         self._inverses.clear()
 
-    def _save_curvature(self, curvature: Curvature) -> "Attributor":
-        with in_turn(self.subject.ranks, "saving the curvature"):
-            if self.folder.leads:
-                curvature.save(self.folder.curvature)
+    def _fitted(self, settings: Mapping[str, Any], compute: Callable[[], Curvature]) -> Self:
+        self._enter_fit(settings)
+        if not self._is_fitted():
+            self.curvature = compute()
+            with in_turn(self.subject.ranks, "saving the curvature"):
+                if self.folder.leads:
+                    self.curvature.save(self.folder.curvature)
         return self
 
     @property
@@ -274,26 +275,12 @@ class Attributor:
 
     def choose(self, queries: Sequence[Query]) -> tuple[bool, str]:
         """Whether a store is cheaper than exact scores for these queries, and why."""
-        # exact scores need a pass over the data for each block of queries that fits in memory, a
-        # store needs one pass and then a product per query
-        passes = -(-len(queries) // self.memory_plan(queries=queries).block)
-        count = f"{len(queries)} queries need" if len(queries) > 1 else "1 query needs"
-        takes = f"{passes} pass{'es' if passes > 1 else ''} over the data"
-        return passes > PASSES, f"{count} {takes} (a store is built above {PASSES})"
+        return self.budget.choose(self.memory_plan(queries=queries), len(queries))
 
-    def _store_scorer(self) -> StoreScorer:
-        # embeddings and low-rank heads are not projected
-        layers = [
-            layer
-            for layer in self.subject.layers
-            if layer.kind != "index" and layer.name not in self.lowrank
-        ]
-        if not layers:
-            raise ValueError(
-                "a store needs a linear, convolution or norm layer, and layers= selects none; "
-                "score exactly (--no-store)"
-            )
-        return StoreScorer(replace(self.subject, layers=layers), self.inverse)
+    def _store_scorer(self, store: Store | None = None) -> StoreScorer:
+        layers = projected_layers(self.subject.layers, self.lowrank)
+        subject = replace(self.subject, layers=layers)
+        return StoreScorer(subject, self.inverse, store, self.budget.limit // 4)
 
     def build(
         self,
@@ -303,7 +290,7 @@ class Attributor:
         dtype: str = "float32",
         seed: int = 0,
         queries: Any = None,
-    ) -> "Attributor":
+    ) -> Self:
         """Store projected gradients of all training examples, to score without the data.
 
         Args:
@@ -317,12 +304,8 @@ class Attributor:
         """
         if self.is_unrolled:
             raise ValueError(f"{self.folder.path} is unrolled and has no gradients to store")
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {tuple(DTYPES)}, got {dtype!r}")
-        if dim is not None and (type(dim) is not int or dim < 1):
-            raise ValueError(f"dim must be a whole number of at least 1, got {dim!r}")
-        settings: dict[str, Any] = {"dim": dim, "damping": check_damping(damping)}
-        settings |= {"dtype": dtype, "seed": seed}
+        settings: dict[str, Any] = {"dim": dim, "damping": damping, "dtype": dtype, "seed": seed}
+        check_build(settings)
         limit, scorer = self.budget.limit, self._store_scorer()
         asked = [] if queries is None else self.queries(queries)
         plan = self.memory_plan(queries=asked)
@@ -397,96 +380,40 @@ class Attributor:
             why: one sentence on the choice between exact scores and the store, for the page.
             save: whether to write files.
         """
-        if mode not in MODES:
-            raise ValueError(f"mode must be one of {MODES}, got {mode!r}")
-        if top < 1:
-            raise ValueError(f"top must be at least 1, got {top}")
-        if verify and mode != "individual":
-            raise ValueError(f"verify needs mode='individual', got {mode!r}; leave one of them out")
-        asked = self.queries(queries)
         use_store = self.folder.stage("build") is not None if store is None else store
         settings: dict[str, Any] = {"mode": mode, "unit": unit, "by_layer": by_layer}
         settings |= {"top": top, "verify": verify, "refine": refine, "store": use_store}
-        refined = check_steps(refine)
-        if self.is_unrolled:
-            without_meaning = {"damping": damping, "refine": refine or None, "store": store or None}
-            for argument, value in without_meaning.items():
-                if value is not None:
-                    raise ValueError(
-                        f"{argument} has no meaning for an unrolled run, got {value!r}; leave it "
-                        "out"
-                    )
-        elif refined:
-            fit = self.folder.stage("fit") or {}
-            check_refinable(self.subject, settings, "optimizer" in fit)
-            if self.curvature is None:
-                raise ValueError(
-                    f"refine={refine} needs a fitted curvature as preconditioner; call fit() first"
-                )
-        default = REFINED_DAMPING if refine else DAMPING
-        settings["damping"] = self._damping(damping, use_store, default)
-        exact = self.exact
-        if self.is_unrolled:
-            settings["damping"] = None
-        elif refine:
-            assert self.curvature is not None
-            exact = RefinedScorer(self.subject, self.inverse, self.curvature, refine)
-        scored, noise = self._scored(asked, settings, exact)
+        settings["damping"] = damping
+        check_settings(settings)
+        asked, exact = self.queries(queries), self._exact_scorer(refine)
+        settled, scorer = exact.settled(settings), exact
+        if use_store:
+            scorer = self._store_scorer(self.store)
+            settled = scorer.settled(settings)
+        plan = self.memory_plan(queries=asked, refine=refine)
+        scored, noise = scorer.answer(asked, settled, plan)
         check_finite(scored.scores, asked, self.data.ids)
-        scorer = self._store_scorer() if use_store else exact
         result = scored.scores.as_subclass(Scores)
         result.ids, result.noise, result.answers = self.data.ids, noise, []
         result.layers = tuple(layer.name for layer in scorer.subject.layers)
         result.why = why or ("the run has a store" if use_store else "the default")
-        layered = {**settings, "by_layer": True}
-        result.compute_by_layer = lambda: self._scored(asked, layered, exact)[0].by_layer
-        result.compute_tokens = lambda: token_table(exact, asked, result, settings)
+        layered = {**settled, "by_layer": True}
+        result.compute_by_layer = lambda: scorer.answer(asked, layered, plan)[0].by_layer
+        result.compute_tokens = lambda: token_table(exact, asked, result, settled)
         result.refinement = exact.record() if isinstance(exact, RefinedScorer) else None
         if scored.by_layer is not None:
             result.by_layer = scored.by_layer
         if save:
             assert scored.losses is not None
-            explanation = Explanation(self, asked, result, settings, scored.losses, exact)
+            explanation = Explanation(self, asked, result, settled, scored.losses, exact)
             result.answers = explanation.write(name)
         return result
 
-    def _scored(
-        self, queries: list[Query], settings: Mapping[str, Any], exact: ExactScorer
-    ) -> tuple[Scored, Noise | None]:
-        mean, damping = settings["mode"] == "mean", settings["damping"]
-        options = {"mean": mean, "by_layer": settings["by_layer"], "unit": settings["unit"]}
-        plan, noise = self.memory_plan(queries=queries, refine=settings["refine"]), None
-        if settings["store"]:
-            store, scorer, memory = self.store, self._store_scorer(), self.budget.limit // 4
-            build = store.schema.settings["build"]
-            scored = scorer.stored_scores(store, build, queries, memory=memory, **options)
-            noise = scorer.noise(queries, scored, damping, plan.block, mean)
-        else:
-            plan.check()
-            scored = exact.scores(queries, damping, block=plan.block, **options)
-        scores, layered, lengths, losses = scored.comparable(), *scored[1:]
-        if lengths is not None:
-            layered = None if layered is None else layered / lengths[:, None]
-        if settings["mode"] == "nearest":
-            if noise is not None:
-                noise = replace(noise, standard_error=[max(noise.standard_error)])
-            # scores by layer are taken from the query with the largest score, too
-            best = scores.argmax(0, keepdim=True)
-            scores = scores.gather(0, best)
-            if layered is not None:
-                layered = layered.gather(0, best[:, None].expand(-1, layered.size(1), -1))
-        return Scored(scores, layered, None, losses), noise
-
-    def _damping(self, damping: float | None, use_store: bool, default: float = DAMPING) -> float:
-        build = self.folder.stage("build") if use_store else None
-        if damping is None:
-            return float(default if build is None else build["damping"])
-        if build is not None and damping != build["damping"]:
-            raise ValueError(
-                f"damping {damping:g} differs from that of the store, {build['damping']:g}, by "
-                "which its rows are whitened; leave it out, or score exactly (--no-store)"
-            )
-        return check_damping(damping)
+    def _exact_scorer(self, refine: int) -> ExactScorer:
+        if not refine or self.is_unrolled:
+            return self.exact
+        from_optimizer = "optimizer" in (self.folder.stage("fit") or {})
+        return RefinedScorer(self.subject, self.inverse, self.curvature, refine, from_optimizer)
 
     def queries(self, queries: Any) -> list[Query]:
         """The argument `queries` of `score` as a list of `Query`."""
@@ -509,20 +436,15 @@ class Attributor:
         With a store these are the squared norms of its rows, otherwise it takes a pass.
         """
         use_store = self.folder.stage("build") is not None if store is None else store
-        damping = self._damping(damping, use_store)
         if use_store:
-            return self._store_scorer().stored_self_influence(self.store, self.budget.limit // 4)
+            scorer = self._store_scorer(self.store)
+            scorer.settled({"damping": damping})
+            return scorer.stored_self_influence()
         self.memory_plan().check()
-        return self.exact.self_influence(damping)
+        return self.exact.self_influence(self.exact.settled({"damping": damping})["damping"])
 
     def report(self, path: str | Path | None = None) -> Path:
         """Write an HTML page of all scores of the run, and return its path."""
         from isokron.report.attribution import write_report
 
         return write_report(self.folder.path, None if path is None else Path(path))
-
-
-def check_damping(damping: float) -> float:
-    if not 0 <= damping < float("inf"):
-        raise ValueError(f"damping must be a finite number of at least 0, got {damping!r}")
-    return damping

@@ -12,15 +12,35 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, IterableDataset, Subset, default_collate
 
 from isokron.curvature.layers import Layer
-from isokron.curvature.losses import Likelihood, Loss
+from isokron.curvature.losses import CrossEntropy, Likelihood, Loss
 from isokron.distributed import Ranks
-from isokron.tasks import Examples, Shown
+from isokron.tasks import Examples, Shown, Task
 from isokron.training import Progress, silent
 
 TOKENS = 2048  # in a batch
 PIXELS = 32  # or other floating-point inputs, that take as long as a token
 LARGEST_BATCH = 256  # examples
 DEFAULT_BATCH = 8  # examples in a batch if their size is unknown
+
+
+def with_task(
+    task: Task | None, train_set: Any, loss: Loss | Likelihood | None, data: dict[str, Any]
+) -> tuple[Any, Loss | Likelihood, dict[str, Any]]:
+    """Training set, loss and arguments of `Data`, where a task has what is not given."""
+    if task is not None:
+        if loss is None:
+            loss = task.losses if task.logits is None else CrossEntropy(task.logits)
+        if train_set is None:
+            train_set = task.train
+            data = {"ids": task.ids, "lengths": task.lengths, **data}
+    if train_set is None:
+        raise ValueError("train_set must be a data set, got None; give one, or a task")
+    if loss is None:
+        raise ValueError(
+            "loss must be one of isokron.losses or a function (model, batch) → loss per "
+            "example, got None; give loss=isokron.losses.CrossEntropy()"
+        )
+    return train_set, loss, data
 
 
 class Data:

@@ -23,6 +23,7 @@ ACTIVATIONS = 2  # copies of inputs and outputs: in the graph, and as gradients 
 LOGITS = 3  # logits, their softmax and their gradient
 VECTORS = 6  # gradients held per query while conjugate gradients refine a block of queries
 LEAST = 64  # minimum number of tokens in a batch
+PASSES = 4  # over the data, above which a store is cheaper than exact scores
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,15 @@ class Budget:
         block = (self.limit - sum(parts.values())) // 2 // max(1, query)
         block = max(1, min(len(queries), block))
         return MemoryPlan(self.limit, {**parts, "queries": block * query}, block)
+
+    def choose(self, plan: MemoryPlan, queries: int) -> tuple[bool, str]:
+        """Whether a store is cheaper than exact scores for so many queries, and why."""
+        # exact scores need a pass over the data for each block of queries that fits in memory, a
+        # store needs one pass and then a product per query
+        passes = -(-queries // plan.block)
+        count = f"{queries} queries need" if queries > 1 else "1 query needs"
+        takes = f"{passes} pass{'es' if passes > 1 else ''} over the data"
+        return passes > PASSES, f"{count} {takes} (a store is built above {PASSES})"
 
     def _query_bytes(self, length: float, dense: bool) -> int:
         """Bytes of H⁻¹∇ of a query `length` times as long as the probed example."""

@@ -8,7 +8,7 @@ with the λ_l of the fitted curvature, so that refinement changes the matrix and
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -43,13 +43,25 @@ class Solved:
 class RefinedScorer(ExactScorer):
     """Scores by (G + D)⁻¹ in place of H⁻¹; queries are solved for once, and stay in memory.
 
-    steps: most products with G, one pass over the data each. solved: by the queries whose gradients
-    were summed, a single one unless `mean` was asked for.
+    steps: most products with G, one pass over the data each. of_optimizer: whether the curvature is
+    that of an optimizer. solved: by the queries whose gradients were summed, a single one unless
+    `mean` was asked for.
     """
 
-    curvature: Curvature
+    # of G, without what damping on both sides of K-FAC adds; docs/refinement.md
+    default_damping: ClassVar[float] = 10.0
+    curvature: Curvature | None
     steps: int
+    of_optimizer: bool = False
     solved: dict[tuple[Query, ...], Solved] = field(default_factory=dict)
+
+    def settled(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        check_refinable(self.subject, settings, self.of_optimizer)
+        if self.curvature is None:
+            raise ValueError(
+                f"refine={self.steps} needs a fitted curvature as preconditioner; call fit() first"
+            )
+        return super().settled(settings)
 
     def gradients(
         self, queries: Sequence[Query], damping: float, mean: bool = False
@@ -79,8 +91,9 @@ class RefinedScorer(ExactScorer):
         mean: bool,
         keys: Sequence[tuple[Query, ...]],
     ) -> None:
-        subject, inverse = self.subject, self.inverse(damping)
+        subject, inverse, fitted = self.subject, self.inverse(damping), self.curvature
         assert inverse is not None
+        assert fitted is not None
         assert isinstance(subject.loss, Likelihood)
         groups = [0] * len(queries) if mean else None
         names = [query.name for query in queries]
@@ -89,9 +102,7 @@ class RefinedScorer(ExactScorer):
         plain.layers.clear()
         batches = self._share(subject.data.plan(), "refine")
         exact = GaussNewton(subject.model, subject.layers, subject.loss, batches, subject.ranks)
-        levels = {
-            name: damping * float(mean_eigenvalue(self.curvature[name]).mean()) for name in rhs
-        }
+        levels = {name: damping * float(mean_eigenvalue(fitted[name]).mean()) for name in rhs}
 
         def product(vectors: Vectors) -> Vectors:
             images = exact.product(vectors)
@@ -150,13 +161,6 @@ def applied(operator: Any, vectors: Tensor) -> Tensor:
         operator = replace(operator, eigenvalues=operator.eigenvalues[:, None])
     result: Tensor = operator.apply(vectors)
     return result
-
-
-def check_steps(steps: int) -> int:
-    """The argument `refine` of `Attributor.score`, refused if it is wrong."""
-    if type(steps) is not int or steps < 0:
-        raise ValueError(f"refine must be a whole number of at least 0, got {steps!r}")
-    return steps
 
 
 def check_refinable(subject: Subject, settings: Mapping[str, Any], optimizer: bool) -> None:

@@ -381,7 +381,7 @@ def command_of(
         return None
     options = dict(source)
     if "optimizer" in fit:
-        options["curvature"] = "CHECKPOINT"
+        options["curvature"] = fit.get("checkpoint", "CHECKPOINT")
     else:
         options |= {"method": fit["method"], "fisher": fit.get("fisher")}
     options |= {"fit_examples": fit.get("examples"), "mode": settings["mode"]}

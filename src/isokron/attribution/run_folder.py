@@ -73,11 +73,14 @@ class RunFolder:
         with in_turn(self.ranks, f"entering {name}"):
             record = read_record(self.path)
             check_same(self.path, "source", record["source"], self.source)
-            if name in record["stages"]:
-                check_same(self.path, name, record["stages"][name], settings)
-            else:
+            earlier = record["stages"].get(name)
+            # an unrolled run that was never scored has computed nothing
+            is_empty = earlier == {"method": "unroll"} and not has_results(self.path)
+            if earlier is None or is_empty:
                 record["stages"][name] = dict(settings)
                 self._write(record)
+            else:
+                check_same(self.path, name, earlier, settings)
 
     def _is_recorded(self) -> bool:
         exists = (self.path / RECORD).exists()

@@ -2,20 +2,22 @@
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from isokron.attribution.data import Data, Subject, spread, to_device
 from isokron.attribution.evaluate import Noise, noise
+from isokron.attribution.memory import MemoryPlan
 from isokron.attribution.projection import Encoder, choose_dim, collect, encoders
 from isokron.attribution.queries import Query
 from isokron.attribution.score import QueryGradients, exact_scores, query_gradients
-from isokron.attribution.store import SCHEMA, Schema, Span, Store, read_schema
+from isokron.attribution.store import DTYPES, SCHEMA, Schema, Span, Store, read_schema
 from isokron.curvature import Curvature
+from isokron.curvature.layers import Layer
 from isokron.distributed import Ranks
 from isokron.distributed.rank_tasks import in_turn, share, side_by_side, together
 from isokron.report import render
@@ -27,6 +29,8 @@ SAMPLE = 64  # training examples on which projected scores are compared with exa
 ASKED = 8  # queries used to choose a dimension
 SPEARMAN = 0.9  # minimum rank correlation with exact scores for the default dimension
 TINY = 1e-30
+DAMPING = 0.1
+MODES = ("individual", "mean", "nearest")
 
 
 class Scored(NamedTuple):
@@ -41,6 +45,48 @@ class Scored(NamedTuple):
         """Scores, or cosines if there are lengths: [Q, N]"""
         return self.scores if self.lengths is None else self.scores / self.lengths
 
+    def combined(self, mode: str) -> "Scored":
+        """Scores or cosines as `mode` asks for them: for "nearest", the largest over queries."""
+        scores, layered = self.comparable(), self.by_layer
+        if layered is not None and self.lengths is not None:
+            layered = layered / self.lengths[:, None]
+        if mode == "nearest":
+            # scores by layer are taken from the query with the largest score, too
+            best = scores.argmax(0, keepdim=True)
+            scores = scores.gather(0, best)
+            if layered is not None:
+                layered = layered.gather(0, best[:, None].expand(-1, layered.size(1), -1))
+        return Scored(scores, layered, None, self.losses)
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Refuse settings of `Attributor.score` that no scorer takes."""
+    mode, top, refine = (settings[name] for name in ("mode", "top", "refine"))
+    if mode not in MODES:
+        raise ValueError(f"mode must be one of {MODES}, got {mode!r}")
+    if top < 1:
+        raise ValueError(f"top must be at least 1, got {top}")
+    if settings["verify"] and mode != "individual":
+        raise ValueError(f"verify needs mode='individual', got {mode!r}; leave one of them out")
+    if type(refine) is not int or refine < 0:
+        raise ValueError(f"refine must be a whole number of at least 0, got {refine!r}")
+
+
+def check_build(settings: Mapping[str, Any]) -> None:
+    """Refuse settings of `Attributor.build` that no store has."""
+    dim, dtype = settings["dim"], settings["dtype"]
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {tuple(DTYPES)}, got {dtype!r}")
+    if dim is not None and (type(dim) is not int or dim < 1):
+        raise ValueError(f"dim must be a whole number of at least 1, got {dim!r}")
+    check_damping(settings["damping"])
+
+
+def check_damping(damping: float) -> float:
+    if not 0 <= damping < float("inf"):
+        raise ValueError(f"damping must be a finite number of at least 0, got {damping!r}")
+    return damping
+
 
 @dataclass(frozen=True, eq=False)
 class ExactScorer:
@@ -48,6 +94,22 @@ class ExactScorer:
 
     subject: Subject
     inverse: Callable[[float], Curvature | None]
+    default_damping: ClassVar[float] = DAMPING
+
+    def settled(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Settings of `Attributor.score` with their damping; refuse those without meaning here."""
+        damping = settings["damping"]
+        damping = self.default_damping if damping is None else check_damping(damping)
+        return {**settings, "damping": float(damping)}
+
+    def answer(
+        self, queries: Sequence[Query], settings: Mapping[str, Any], plan: MemoryPlan
+    ) -> tuple[Scored, Noise | None]:
+        """Scores of all examples by settled settings, and their noise if they are not exact."""
+        plan.check()
+        options = score_options(settings)
+        scored = self.scores(queries, settings["damping"], block=plan.block, **options)
+        return scored.combined(settings["mode"]), None
 
     def gradients(
         self, queries: Sequence[Query], damping: float, mean: bool = False
@@ -149,12 +211,48 @@ class ExactScorer:
         return self.subject.batches(plan[part.start : part.stop], stage)
 
 
+def score_options(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords of `scores` and `stored_scores`."""
+    mean = settings["mode"] == "mean"
+    return {"mean": mean, "by_layer": settings["by_layer"], "unit": settings["unit"]}
+
+
 @dataclass(frozen=True, eq=False)
 class StoreScorer(ExactScorer):
     """Builds a gradient store shard by shard, and scores with it; its subject has all its layers.
 
-    settings: those of `Attributor.build`: dim, damping, dtype and seed.
+    opened: the store to score with; None to build one. memory: bytes of a block that is read.
+    Methods that build take the settings of `Attributor.build`: dim, damping, dtype and seed.
     """
+
+    opened: Store | None = None
+    memory: int = 0
+
+    @property
+    def store(self) -> Store:
+        assert self.opened is not None
+        return self.opened
+
+    def settled(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """With the damping of the store; refuse another."""
+        damping, stored = settings["damping"], self.store.schema.settings["build"]["damping"]
+        if damping is not None and damping != stored:
+            raise ValueError(
+                f"damping {damping:g} differs from that of the store, {stored:g}, by which its "
+                "rows are whitened; leave it out, or score exactly (--no-store)"
+            )
+        return {**settings, "damping": float(stored)}
+
+    def answer(
+        self, queries: Sequence[Query], settings: Mapping[str, Any], plan: MemoryPlan
+    ) -> tuple[Scored, Noise | None]:
+        options = score_options(settings)
+        scored = self.stored_scores(queries, **options)
+        noise = self.noise(queries, scored, settings["damping"], plan.block, options["mean"])
+        if settings["mode"] == "nearest":
+            # one row of scores stands for all queries
+            noise = replace(noise, standard_error=[max(noise.standard_error)])
+        return scored.combined(settings["mode"]), noise
 
     def encoders(self, settings: Mapping[str, Any]) -> dict[str, Encoder]:
         inverse = self.inverse(settings["damping"])
@@ -171,24 +269,22 @@ class StoreScorer(ExactScorer):
 
     def stored_scores(
         self,
-        store: Store,
-        settings: Mapping[str, Any],
         queries: Sequence[Query],
         *,
-        memory: int,
         mean: bool = False,
         by_layer: bool = False,
         unit: bool = False,
     ) -> Scored:
         """Products of the queries' rows with all rows of the store, read block by block."""
-        rows = self.query_rows(self.encoders(settings), queries)
+        store = self.store
+        rows = self.query_rows(self.encoders(store.schema.settings["build"]), queries)
         rows = rows.mean(0, keepdim=True) if mean else rows
         columns = [store.columns(layer.name) for layer in self.subject.layers]
         ranks = self.subject.ranks
         columns = columns if by_layer else [slice(None)]
         parts, squares = [torch.zeros(len(rows), len(columns), 0)], [torch.zeros(0)]
         with together(ranks, "scoring shards"):
-            for block in store.blocks(memory, share(ranks, store.schema.shards)):
+            for block in store.blocks(self.memory, share(ranks, store.schema.shards)):
                 stored = block.float()
                 parts.append(torch.stack([rows[:, c] @ stored[:, c].mT for c in columns], 1))
                 squares.append(stored.square().sum(1))
@@ -199,11 +295,11 @@ class StoreScorer(ExactScorer):
             lengths = (rows.norm(dim=1)[:, None] * roots).clamp_min(TINY)
         return Scored(total.sum(1), total if by_layer else None, lengths, store.extra("loss"))
 
-    def stored_self_influence(self, store: Store, memory: int) -> Tensor:
+    def stored_self_influence(self) -> Tensor:
         """Squared norms of rows, which estimate ⟨∇, H⁻¹∇⟩ of every example: [N]"""
         ranks, parts = self.subject.ranks, [torch.zeros(0)]
         with together(ranks, "scoring shards"):
-            for block in store.blocks(memory, share(ranks, store.schema.shards)):
+            for block in self.store.blocks(self.memory, share(ranks, self.store.schema.shards)):
                 parts.append(block.float().square().sum(1))
         return side_by_side(ranks, torch.cat(parts))
 
@@ -298,6 +394,17 @@ class StoreScorer(ExactScorer):
 
         collect(subject.model, subject.batches(plan), subject.loss, by_name, take)
         return torch.cat(rows), torch.cat(losses)
+
+
+def projected_layers(layers: Sequence[Layer], lowrank: Sequence[str]) -> list[Layer]:
+    """The layers of a store, without embeddings and low-rank heads; refused if there are none."""
+    projected = [x for x in layers if x.kind != "index" and x.name not in lowrank]
+    if not projected:
+        raise ValueError(
+            "a store needs a linear, convolution or norm layer, and layers= selects none; score "
+            "exactly (--no-store)"
+        )
+    return projected
 
 
 def positions(plan: list[list[int]], numbers: Sequence[int] | None) -> Tensor:

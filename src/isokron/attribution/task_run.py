@@ -118,6 +118,10 @@ def task_run(
     generator = torch.Generator().manual_seed(seed).get_state()
     state = {"optimizer": functional.initial_state(params), "generator": generator}
     state["step"] = torch.tensor(0)
+    # one step shows whether all can be made, before the model is trained
+    with torch.enable_grad():
+        trial = {name: param.clone().requires_grad_() for name, param in params.items()}
+        step(trial, state, batch(order[0]), torch.ones(len(order[0]), device=device))
     return TrainingRun(step, params, state, batch, list(order), len(numbers), progress)
 
 
@@ -174,6 +178,15 @@ class UnrolledScorer(ExactScorer):
                 f"{run.examples}; give both the same examples"
             )
         return cls(subject, inverse, task, run, memory)
+
+    def settled(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Without damping; refuse it, refinement and a store."""
+        for argument in ("damping", "refine", "store"):
+            if (value := settings.get(argument)) not in (None, 0):
+                raise ValueError(
+                    f"{argument} has no meaning for an unrolled run, got {value!r}; leave it out"
+                )
+        return {**settings, "damping": None}
 
     def scores(
         self,

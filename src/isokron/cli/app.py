@@ -1,39 +1,42 @@
 """The application: its commands, their options and its exit codes."""
 
 import inspect as introspection
-import io
 import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from functools import wraps
 from inspect import Parameter
-from typing import Annotated, Any, NoReturn, get_type_hints
+from typing import Annotated, Any, NoReturn, get_args, get_type_hints
 
 import typer
 
 from isokron._version import __version__
 from isokron.cli import process
-from isokron.cli.attribution import attribute, build, evaluate, fit, query, report, score
+from isokron.cli.attribution import attribute, build, fit, query, report, score
 from isokron.cli.demo import demo
+from isokron.cli.encoding import configure_output, echo
+from isokron.cli.evaluate import evaluate
+from isokron.cli.help import CommandHelp, GroupHelp, metavar_of
 from isokron.cli.info import info, tasks
 from isokron.cli.inspect import inspect
 from isokron.cli.plan import plan
 from isokron.cli.race import race
 
-EXAMPLES = """
+ABOUT = """
 Train neural networks faster, and find the training examples behind what a model says.
 
 Examples:
-
   isokron demo
-
   isokron race --task digits --optimizers adamw,muon
-
   isokron inspect --task digits
-
   isokron attribute runs/digits --task digits --query eval:0-4
 """
+COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
+    "Start": (demo, tasks, info),
+    "Optimizers": (race, inspect, plan),
+    "Attribution": (attribute, fit, build, score, query, report, evaluate),
+}
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -51,6 +54,9 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     for argument in arguments:
         group = groups.get(argument.name)
         parameters += [argument] if group is None else field_options(group)
+    for parameter in parameters:
+        hint, info = get_args(parameter.annotation)
+        info.metavar = metavar_of(hint) if info.metavar is None else info.metavar
     keywords = [parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in parameters]
     call.__signature__ = introspection.Signature(keywords)  # type: ignore[attr-defined]
     return call
@@ -62,7 +68,7 @@ def field_options(group: Any) -> Iterator[Parameter]:
     for field in fields(group):
         # a flag that is not named would also get a --no-flag
         names = [f"--{field.name.replace('_', '-')}"] if hints[field.name] is bool else []
-        option = typer.Option(*names, rich_help_panel=group.panel, **field.metadata)
+        option = typer.Option(*names, **{"rich_help_panel": group.panel, **field.metadata})
         yield Parameter(
             field.name,
             Parameter.KEYWORD_ONLY,
@@ -72,17 +78,15 @@ def field_options(group: Any) -> Iterator[Parameter]:
 
 
 app = typer.Typer(
-    help=EXAMPLES,
+    cls=GroupHelp,
+    help=ABOUT,
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
-COMMANDS: tuple[Callable[..., None], ...] = (
-    *(demo, race, attribute, fit, build, score, query, report, evaluate),
-    *(inspect, plan, tasks, info),
-)
-for command in COMMANDS:
-    app.command()(with_options(command))
+for panel, commands in COMMANDS.items():
+    for command in commands:
+        app.command(cls=CommandHelp, rich_help_panel=panel)(with_options(command))
 
 
 @app.callback(invoke_without_command=True)
@@ -90,7 +94,7 @@ def root(
     version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False,
 ) -> None:
     if version:
-        typer.echo(f"isokron {__version__}")
+        echo(f"isokron {__version__}")
         raise typer.Exit
 
 
@@ -100,10 +104,7 @@ def main() -> NoReturn:
     # they wait for, by up to fifty times. torch reads this variable once, on import.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            # terminals that cannot show × still show the numbers
-            stream.reconfigure(errors="replace")
+    configure_output()
     # import modules from the current folder, like `python -m`
     if "" not in sys.path:
         sys.path.insert(0, "")

@@ -1,4 +1,4 @@
-"""`isokron attribute`, its single steps (fit, build, score, query, report) and `evaluate`."""
+"""`isokron attribute`, its single steps (fit, build, score, query, report)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import typer
 
 from isokron.cli import process
+from isokron.cli.encoding import echo, is_utf8
 from isokron.cli.process import work
 from isokron.cli.source import (
     Dtype,
@@ -21,14 +22,12 @@ from isokron.cli.source import (
     open_run,
     option,
     recorded_source,
-    unroll,
 )
 from isokron.cli.terminal import (
     SHOWN,
     Display,
     example_line,
     score_records,
-    show_evaluation,
     show_scores,
 )
 
@@ -44,10 +43,7 @@ class CurvatureOptions:
     """Options of all commands that fit curvature."""
 
     panel: ClassVar[str] = "Curvature"
-    method: Literal["kfac", "ekfac", "tkfac", "shampoo", "unroll"] = option(
-        "kfac",
-        "Curvature to fit; `unroll` needs none: scores are derivatives through the training run.",
-    )
+    method: Literal["kfac", "ekfac", "tkfac", "shampoo"] = option("kfac", "Curvature to fit.")
     fisher: Literal["empirical", "sampled", "exact"] = option(
         "empirical",
         "Labels: those of the data, sampled from the model, or all of them (a backward pass for "
@@ -62,6 +58,10 @@ class CurvatureOptions:
 class RunCurvature(CurvatureOptions):
     """Options of `fit`."""
 
+    method: Literal["kfac", "ekfac", "tkfac", "shampoo", "unroll"] = option(  # type: ignore[assignment]
+        "kfac",
+        "Curvature to fit; unroll needs none: scores are derivatives through the training run.",
+    )
     fit_examples: int | None = option(
         None, "Fit to N examples, evenly spaced. Default: all.", min=1
     )
@@ -69,6 +69,7 @@ class RunCurvature(CurvatureOptions):
         None,
         "Take the curvature from a checkpoint of the isokron optimizer that has trained the model "
         "(its state_dict(), or a dict with it under 'optimizer') instead of fitting one.",
+        metavar="FILE",
     )
 
     def check(self, source: Source, chosen: bool = False) -> None:
@@ -91,6 +92,8 @@ class RunCurvature(CurvatureOptions):
                 "--method unroll needs to train the model itself, and the training run of a model "
                 "from --model or --weights is not known; give --task alone"
             )
+        if process.ranks() is not None:
+            raise ValueError("--method unroll works on one process; start it without torchrun")
         if replace(self, method="kfac") != RunCurvature() or chosen:
             raise ValueError(
                 "--method unroll takes no option of curvature, damping, stores, layers or cosines; "
@@ -100,29 +103,13 @@ class RunCurvature(CurvatureOptions):
 
     def fit(self, a: Attributor) -> None:
         if self.curvature is not None:
-            a.fit(optimizer=read_checkpoint(self.curvature))
+            a.fit(optimizer=self.curvature)
             return
         if self.method == "unroll":
-            unroll(a)
-            return
+            return  # open_run has given the run, which needs no fit
         seed = recorded_source(a.folder.path).seed
         settings: dict[str, Any] = {"fisher": self.fisher, "sharing": self.sharing, "seed": seed}
         a.fit(self.method, examples=self.fit_examples, **settings)
-
-
-def read_checkpoint(path: Path) -> Any:
-    """Tensors and plain values of a file written by torch.save."""
-    import pickle
-
-    import torch
-
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, LookupError) as error:
-        raise ValueError(
-            f"--curvature {path} is no file of tensors and plain values by torch.save "
-            f"({type(error).__name__}); save optimizer.state_dict()"
-        ) from None
 
 
 @dataclass(frozen=True)
@@ -132,7 +119,7 @@ class StoreRows:
     panel: ClassVar[str] = "Gradient store"
     dim: int | None = option(
         None,
-        "Store N × N numbers of each layer's gradient. Default: a small power of two from 16 on "
+        "Store N x N numbers of each layer's gradient. Default: a small power of two from 16 on "
         "whose scores have a rank correlation of 0.9 with exact ones.",
         min=1,
     )
@@ -233,10 +220,9 @@ def attribute(
     If it is stopped, run the same command again to continue.
 
     Examples:
-
       isokron attribute runs/digits --task digits --query eval:0-4
-
-      isokron attribute runs/mine --model path/to/model --data train.jsonl --prompt "Who was"
+      isokron attribute runs/unrolled --task digits --method unroll --query eval:0
+      isokron attribute runs/mine --model gpt2 --data train.jsonl --prompt "Who was"
     """
     # checked before the model is loaded or trained, which may take minutes
     asked.check()
@@ -252,10 +238,11 @@ def attribute(
     given = resources.damping is not None or rows != StoreRows() or any(flags)
     curvature.check(source, given)
     with Display() as progress:
-        a = open_run(run, progress, source, resources, check=asked.read)
+        unrolled = curvature.method == "unroll"
+        a = open_run(run, progress, source, resources, check=asked.read, unrolled=unrolled)
         queries = asked.read(a.task, a)
         use_store, why = a.choose(queries)
-        if curvature.method == "unroll":
+        if unrolled:
             use_store, why = False, "derivatives through the training run"
         elif scoring.refine:
             use_store, why = False, "--refine needs exact scores"
@@ -286,23 +273,24 @@ def attribute(
             page = write_page(run)
         progress(progress.times(), 0, 0)
     show_scores(a, queries, scores, min(SHOWN, scoring.top))
-    typer.echo(f"\nPage: {page.resolve()}")
+    echo(f"\nPage: {page.resolve()}")
 
 
 def fit(run: RunFolder, source: Source, curvature: RunCurvature, machine: Machine) -> None:
     """Fit the curvature of a model on its training data.
 
-    Example:
-
-      isokron fit runs/digits --task digits --method ekfac
+    Examples:
+      isokron fit runs/digits-ekfac --task digits --method ekfac
+      isokron fit runs/mine --model gpt2 --data train.jsonl --fit-examples 1000
     """
     curvature.check(source)
     with Display() as progress:
-        a = open_run(run, progress, source, machine)
+        unrolled = curvature.method == "unroll"
+        a = open_run(run, progress, source, machine, unrolled=unrolled)
         announce(a, progress, curvature)
         with work():
             curvature.fit(a)
-    typer.echo("Nothing to fit" if a.is_unrolled else f"Curvature: {a.folder.curvature}")
+    echo("Nothing to fit" if a.is_unrolled else f"Curvature: {a.folder.curvature}")
 
 
 def build(run: RunFolder, rows: StoreRows, resources: Resources) -> None:
@@ -310,15 +298,15 @@ def build(run: RunFolder, rows: StoreRows, resources: Resources) -> None:
 
     If it is stopped, run the same command again to continue.
 
-    Example:
-
-      isokron build runs/digits --store-dtype bfloat16
+    Examples:
+      isokron build runs/digits
+      isokron build runs/digits-ekfac --dim 16 --store-dtype bfloat16
     """
     with Display() as progress:
         a = open_run(run, progress, machine=resources)
         with work():
             rows.build(a, resources.damping)
-    typer.echo(f"Gradients: {a.folder.gradients}")
+    echo(f"Gradients: {a.folder.gradients}")
 
 
 def score(
@@ -332,6 +320,7 @@ def score(
             "--self",
             help="Score the influence of every example on itself, which is large for mislabelled "
             "and rare examples.",
+            rich_help_panel=Asked.panel,
         ),
     ] = False,
 ) -> None:
@@ -339,9 +328,10 @@ def score(
 
     A positive score means that training on the example lowers the loss of the query.
 
-    Example:
-
+    Examples:
       isokron score runs/digits --query eval:0-9
+      isokron score runs/digits --query eval:0 --query train:7 --top 3
+      isokron score runs/digits --self
     """
     if self_influence == bool(asked.query or asked.prompt):
         raise ValueError("give --query or --prompt, or --self")
@@ -358,7 +348,7 @@ def score(
             settings = {**asdict(scoring), **asked.settings(), "damping": resources.damping}
             scores = a.score(queries, **settings)
     show_scores(a, queries, scores, min(SHOWN, scoring.top))
-    typer.echo(f"Scores: {a.folder.scores}")
+    echo(f"Scores: {a.folder.scores}")
 
 
 def score_self(run: Path, scoring: Scoring, resources: Resources) -> None:
@@ -378,8 +368,8 @@ def score_self(run: Path, scoring: Scoring, resources: Resources) -> None:
                     write_atomically(path, [save({"self_influence": values.contiguous()})])
     for number in values.argsort(descending=True, stable=True)[: scoring.top].tolist():
         example = example_line(a, number)
-        typer.echo(f"    {float(values[number]):12.5g}  {a.data.ids[number]:<20}  {example}")
-    typer.echo(f"Influence of examples on themselves: {path}")
+        echo(f"    {float(values[number]):12.5g}  {a.data.ids[number]:<20}  {example}")
+    echo(f"Influence of examples on themselves: {path}")
 
 
 def query(
@@ -392,9 +382,9 @@ def query(
 ) -> None:
     """Answer queries from the keyboard or a pipe, one per line: a text, eval:3 or train:7.
 
-    Example:
-
-      echo "eval:0" | isokron query runs/digits --json
+    Examples:
+      isokron query runs/digits
+      echo eval:0 | isokron query runs/digits --json
     """
     with Display() as progress:
         a = open_run(run, progress, machine=resources)
@@ -410,7 +400,7 @@ def query(
             continue
         if as_json:
             for record in score_records(a, queries, scores, scoring.top):
-                typer.echo(json.dumps(record, ensure_ascii=False))
+                echo(json.dumps(record, ensure_ascii=not is_utf8()))
         else:
             show_scores(a, queries, scores, scoring.top)
     if failed and not sys.stdin.isatty():
@@ -420,22 +410,21 @@ def query(
 def input_lines() -> Iterator[str]:
     """Non-empty lines of stdin, with a prompt in a terminal."""
     prompt = "query> " if sys.stdin.isatty() else ""
-    typer.echo(prompt, nl=False, err=True)
+    echo(prompt, end="", err=True)
     for line in sys.stdin:
         if line.strip():
             yield line.rstrip("\n")
-        typer.echo(prompt, nl=False, err=True)
+        echo(prompt, end="", err=True)
 
 
 def report(run: RunFolder) -> None:
     """Write the page of a run's scores; this needs neither the model nor the data.
 
-    Example:
-
+    Examples:
       isokron report runs/digits
     """
     recorded_source(run)  # raises if the folder has no run
-    typer.echo(f"Page: {write_page(run).resolve()}")
+    echo(f"Page: {write_page(run).resolve()}")
 
 
 def write_page(run: Path) -> Path:
@@ -470,50 +459,3 @@ def announce(
     plan = a.memory_plan(method, queries, refine=refine)
     progress(plan.summary(), 0, 0)
     plan.check()
-
-
-def evaluate(
-    run: RunFolder,
-    subsets: Annotated[int, typer.Option(help="Number of models to retrain.", min=2)] = 20,
-    queries: Annotated[int, typer.Option(help="Evaluation examples to score.", min=1)] = 20,
-    fraction: Annotated[
-        float, typer.Option(help="Fraction of the examples in a subset.", min=0, max=1)
-    ] = 0.5,
-    flipped: Annotated[
-        float, typer.Option(help="Fraction of labels to flip; 0: none.", min=0, max=0.9)
-    ] = 0.1,
-    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
-) -> None:
-    """Retrain the model on random parts of its data and compare the results with the scores.
-
-    Prints the linear datamodelling score (the rank correlation of predicted with actual losses of
-    the retrained models), how well self-influence finds flipped labels, and how well projected
-    scores agree with exact ones. A run of `--method unroll` is retrained with its own seed and
-    batches, in which examples outside of the subset have weight 0.
-
-    Examples:
-
-      isokron evaluate runs/digits --subsets 30
-
-      isokron evaluate runs/unrolled --fraction 0.99
-    """
-    from isokron.attribution.evaluate import evaluate as evaluate_scores
-
-    source = recorded_source(run)
-    if source.model is not None or source.weights is not None:
-        raise ValueError(
-            f"{run} has a model that was trained elsewhere and cannot be retrained by this "
-            "command; call isokron.attribution.evaluate.evaluate with a training function"
-        )
-    with Display() as progress:
-        a = open_run(run, progress)
-        assert a.task is not None
-        most = len(a.task.held_out)
-        if queries > most:
-            raise ValueError(f"--queries must be from 1 to the {most} of evaluation, got {queries}")
-        settings: dict[str, Any] = {"models": subsets, "flipped": flipped, "seed": seed}
-        settings["fraction"] = fraction
-        with work():
-            results = evaluate_scores(a, source.trained_on, queries, progress=progress, **settings)
-    show_evaluation(results)
-    typer.echo(f"Written: {(run / 'evaluation' / 'evaluation.json').resolve()}")

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from isokron.cli.attribution import Asked, RunCurvature, Scoring, StoreRows, attribute
+from isokron.cli.encoding import echo
 from isokron.cli.race import race
 from isokron.cli.source import Resources, Source
 
@@ -23,11 +24,18 @@ def demo(
         Path, typer.Option(help="Folder for the pages; an earlier demo in it is continued.")
     ] = Path("isokron-demo"),
 ) -> None:
-    """Race three optimizers on a small language model, and show which examples taught it."""
-    typer.echo("A byte-level language model learns from presidents' speeches.", err=True)
+    """Race three optimizers on a small language model, and show which examples taught it.
+
+    Takes a few minutes. If it is stopped, run the same command again to continue.
+
+    Examples:
+      isokron demo
+      isokron demo --out runs/demo
+    """
+    echo("A byte-level language model learns from presidents' speeches.", err=True)
     rates = [f"{name}={values}" for name, values in RATES.items()]
     race(TASK, ",".join(RATES), rates, STEPS, seeds=1, out=out, resume=True)
-    typer.echo("Which training examples make such a model say what it says?", err=True)
+    echo("Which training examples make such a model say what it says?", err=True)
     source = Source(task=TASK, steps=LEARNED, lr=1e-2, examples=EXAMPLES)
     asked = Asked(query=[TEXT, "eval:0"])
     groups = (source, RunCurvature(), StoreRows(), asked, Scoring(), Resources())

@@ -3,26 +3,35 @@
 import platform
 from importlib import metadata
 
-import typer
-
 from isokron._version import __version__
+from isokron.cli.encoding import echo
 
 OPTIONAL = ("triton", "jax", "optax", "transformers")  # packages that training does not need
 TRITON_WORK = {"adamw": "AdamW", "symmetric": "symmetric products"}
 
 
 def tasks() -> None:
-    """List the built-in tasks."""
+    """List the built-in tasks.
+
+    Examples:
+      isokron tasks
+      isokron race --task mnist-tiny
+    """
     from isokron.tasks.catalog import BUILT_IN
 
     for name, (about, parameters, examples) in BUILT_IN.items():
-        typer.echo(f"{name:<15}{parameters:>9,} parameters {examples:>9,} examples   {about}")
-    typer.echo("\nA name without its size means the tiny one: digits is digits-tiny.")
-    typer.echo('Their data come with pip install "isokron[tasks]" (in a clone: ".[tasks]").')
+        echo(f"{name:<15}{parameters:>9,} parameters {examples:>9,} examples   {about}")
+    echo("\nA name without its size means the tiny one: digits is digits-tiny.")
+    echo('Their data come with pip install "isokron[tasks]" (in a clone: ".[tasks]").')
 
 
 def info() -> None:
-    """Show the installed versions, and which code does the work on this machine."""
+    """Show the installed versions, and which code does the work on this machine.
+
+    Examples:
+      isokron info
+      isokron --version
+    """
     import torch
 
     from isokron.kernels import CHECKS, verified
@@ -32,9 +41,9 @@ def info() -> None:
     versions = {"isokron": __version__, "Python": platform.python_version()}
     versions |= {"torch": torch.__version__}
     versions |= {name: installed.get(name, "(not installed)") for name in OPTIONAL}
-    typer.echo(", ".join(f"{name} {version}" for name, version in versions.items()))
+    echo(", ".join(f"{name} {version}" for name, version in versions.items()))
     capability = torch.backends.cpu.get_cpu_capability()
-    typer.echo(f"{machine()}, {torch.get_num_threads()} threads, {capability}\n")
+    echo(f"{machine()}, {torch.get_num_threads()} threads, {capability}\n")
     # kind of work, device, code that does it, and why that code
     paths = [
         ("AdamW", "cpu", "torch", "its fused operator; flat=True joins small tensors"),
@@ -49,7 +58,7 @@ def info() -> None:
     if not torch.cuda.device_count():
         paths.append(("AdamW, products", "cuda", "unused", "torch sees no CUDA device"))
     for work, place, code, why in paths:
-        typer.echo(f"{work:<18}  {place:<7} {code:<7} {why}")
+        echo(f"{work:<18}  {place:<7} {code:<7} {why}")
 
 
 def bfloat16_on_cpu() -> tuple[str, str]:

@@ -6,10 +6,12 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from isokron.cli.encoding import echo, printable
 from isokron.cli.terminal import output
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 WIDTH = 100  # a narrower terminal wraps lines, which is better than numbers that are cut
+NAME = 26  # columns of an optimizer's name
 BYTES = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 SECONDS = {"µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 MODEL = (
@@ -26,8 +28,8 @@ OPTIMIZERS = "Comma-separated, with options in parentheses: adamw,soap(max_dim=1
 COMMUNICATION = "Dtype in which blocks are sent. Default: their own."
 FLOPS = "Speed of matrix products in TFLOP/s. Default: measured on this machine, in a second."
 EIGH = (
-    "Speed of eigendecompositions in TFLOP/s, with 10·d³ operations for a d×d matrix; on GPUs far "
-    "lower than that of products."
+    "Speed of eigendecompositions in TFLOP/s, with 10 d^3 operations for a d x d matrix; on GPUs "
+    "far lower than that of products."
 )
 HELD = {
     "ddp": "whole parameters on every rank (ddp)",
@@ -43,12 +45,12 @@ NOTES = (
 
 
 def plan(
-    model: Annotated[str, typer.Option(help=MODEL)],
+    model: Annotated[str, typer.Option(help=MODEL, metavar="MODEL")],
     ranks: Annotated[int, typer.Option(help="Number of processes, one per GPU.")],
     layout: Annotated[Literal["ddp", "fsdp", "hsdp"], typer.Option(help=LAYOUT)] = "ddp",
     shard: Annotated[int | None, typer.Option(help=SHARD)] = None,
     optimizers: Annotated[
-        str, typer.Option(help=OPTIMIZERS)
+        str, typer.Option(help=OPTIMIZERS, metavar="LIST")
     ] = "adamw,shampoo,soap,katie,muon,quad,skew",
     dtype: Annotated[Dtype, typer.Option(help="Dtype of the parameters.")] = "float32",
     communication: Annotated[Dtype | None, typer.Option(help=COMMUNICATION)] = None,
@@ -62,12 +64,8 @@ def plan(
     those that the optimizers would have.
 
     Examples:
-
       isokron plan --model llama-7b --ranks 64
-
-      isokron plan --model llama-70b --ranks 4096 --layout hsdp --shard 64 \\
-        --flops 300 --eigh-flops 1
-
+      isokron plan --model llama-70b --ranks 4096 --layout hsdp --shard 64
       isokron plan --model gpt2 --ranks 8 --optimizers 'adamw,soap(max_dim=1024)' --json
     """
     import torch
@@ -89,7 +87,7 @@ def plan(
     speed = Speed(flops * 1e12, eigh_flops * 1e12) if flops and eigh_flops else measured_speed()
     planned = {"model": model, **report(network, built, rank_layout, speed)}
     if as_json:
-        typer.echo(json.dumps(planned, indent=2))
+        echo(json.dumps(planned, indent=2))
     else:
         show(planned)
 
@@ -100,17 +98,17 @@ def show(planned: Mapping[str, Any]) -> None:
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
-    table.add_column("optimizer", no_wrap=True, overflow="ellipsis", max_width=26)
+    table.add_column("optimizer", no_wrap=True)
     for name in ("state", "worst", "of AdamW", "sent", "worst", "refresh", "worst", "owners"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in planned["optimizers"]:
         table.add_row(
-            row["optimizer"],
+            shortened(row["optimizer"]),
             *(in_units(row[key], BYTES) for key in ("state_mean", "state_worst")),
             f"{100 * row['of_adamw']:.3g} %",
             *(in_units(row[key], BYTES) for key in ("sent_mean", "sent_worst")),
             *(in_units(row[key], SECONDS) for key in ("refresh_mean", "refresh_worst")),
-            f"{row['owners']:,}" if row["owners"] else "–",
+            f"{row['owners']:,}" if row["owners"] else printable("–"),
         )
     console, rates = output(WIDTH, log=WIDTH), [planned["product_flops"], planned["eigh_flops"]]
     held = HELD[planned["layout"]].format(**planned, copies=planned["ranks"] // planned["shard"])
@@ -125,10 +123,14 @@ def show(planned: Mapping[str, Any]) -> None:
     console.print(f"Times are estimates: {speeds}, {planned['speed']}.\n{NOTES}", style="dim")
 
 
+def shortened(name: str) -> str:
+    return name if len(name) <= NAME else f"{name[: NAME - 3]}..."
+
+
 def in_units(number: float | None, units: Mapping[str, float]) -> str:
     """'1.23 GB' with units=BYTES; "–" for 0, "?" for None."""
     if not number:
-        return "?" if number is None else "–"
+        return "?" if number is None else printable("–")
     ends = [*units.values(), float("inf")][1:]
     unit = next(u for u, end in zip(units, ends, strict=True) if number < 0.9995 * end)
-    return f"{number / units[unit]:.3g} {unit}"
+    return printable(f"{number / units[unit]:.3g} {unit}")

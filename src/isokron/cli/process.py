@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
+from isokron.cli.encoding import echo
+from isokron.files import FULL
+
 if TYPE_CHECKING:
     from isokron.distributed import Ranks
     from isokron.distributed.launch import Launched
@@ -69,7 +72,7 @@ def work(advice: str = "run the same command again to continue") -> Iterator[Non
         yield
     except KeyboardInterrupt:
         if leads():
-            typer.echo(f"Interrupted: {advice}.", err=True)
+            echo(f"Interrupted: {advice}.", err=True)
         raise typer.Exit(130) from None
     except Exception as error:
         raise FailedWork from error
@@ -78,7 +81,7 @@ def work(advice: str = "run the same command again to continue") -> Iterator[Non
 def complain(message: str, error: BaseException | None = None) -> None:
     """Print an error in one line, on one of the ranks."""
     if _launched is None or _launched.speaks(error):
-        typer.echo(f"isokron: error: {' '.join(message.split())}", err=True)
+        echo(f"isokron: error: {' '.join(message.split())}", err=True)
 
 
 def report(error: Exception, options: Mapping[str, str]) -> int:
@@ -97,8 +100,9 @@ def report(error: Exception, options: Mapping[str, str]) -> int:
     else:
         message = f"{type(cause).__name__}: {cause}{_place(cause)}"
     complain(message, cause)
-    # a package that is not installed is not a wrong call
-    return 1 if isinstance(error, FailedWork) or isinstance(cause, ImportError) else 2
+    # a full disk and a package that is not installed are no wrong call
+    full = isinstance(cause, OSError) and cause.errno in FULL
+    return 1 if full or isinstance(error, FailedWork) or isinstance(cause, ImportError) else 2
 
 
 def named_options(message: str, options: Mapping[str, str]) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from isokron.cli.encoding import echo
 from isokron.cli.process import work
 from isokron.cli.terminal import Display, fitted_table, output
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 TASK = "Built-in task (see: isokron tasks), module:function or file.py:function."
 OPTIMIZERS = (
     "Comma-separated: adamw, muon, shampoo, soap, katie, quad, skew, natural, sign or any "
-    "module:name, with options in parentheses: muon(momentum=0.9),torch.optim:SGD(momentum=0.9)."
+    "module:name, with options in parentheses: muon(momentum=0.9), torch.optim:SGD(momentum=0.9)."
 )
 RATES = (
     "Learning rates of all optimizers (1e-3,3e-3) or of one (muon=0.01,0.02). May be repeated. "
@@ -28,9 +29,9 @@ OUT = "New folder for the results. Default: runs/race-<task>."
 
 
 def race(
-    task: Annotated[str, typer.Option(help=TASK)] = "digits",
-    optimizers: Annotated[str, typer.Option(help=OPTIMIZERS)] = "adamw,muon",
-    lr: Annotated[list[str] | None, typer.Option(help=RATES)] = None,
+    task: Annotated[str, typer.Option(help=TASK, metavar="TASK")] = "digits",
+    optimizers: Annotated[str, typer.Option(help=OPTIMIZERS, metavar="LIST")] = "adamw,muon",
+    lr: Annotated[list[str] | None, typer.Option(help=RATES, metavar="RATES")] = None,
     steps: Annotated[int, typer.Option(help="Training steps per run.")] = 300,
     seeds: Annotated[int, typer.Option(help="Runs per learning rate.")] = 2,
     shortest: Annotated[bool, typer.Option("--shortest", help=SHORTEST)] = False,
@@ -40,6 +41,11 @@ def race(
     """Compare optimizers: same weights, same batches, each at its best learning rate.
 
     Shows a table and writes a page with the curves. adamw always takes part for comparison.
+
+    Examples:
+      isokron race --task digits --optimizers adamw,muon
+      isokron race --task speeches-tiny --optimizers soap --lr 0.01,0.03 --seeds 1
+      isokron race --optimizers 'muon(momentum=0.9),torch.optim:SGD' --out runs/mine
     """
     from isokron.optimizers_by_name import split_specs
     from isokron.race.race import Race, race_folder, slug
@@ -84,4 +90,4 @@ def show(result: Result, folder: Path) -> None:
     title = "{task}, {steps} steps, {unit}".format(**result.settings)
     console.print(fitted_table(title, cells, console.width, bold))
     console.print("\n".join(sentences(result)[2:]), style="dim")
-    typer.echo(f"Page: {(folder / 'index.html').resolve()}")
+    echo(f"Page: {(folder / 'index.html').resolve()}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from isokron.attribution import Attributor
+    from isokron.attribution.unroll import TrainingRun
     from isokron.tasks import Task
     from isokron.training import Progress
 
@@ -26,43 +29,66 @@ def option(default: Any, help: str, **more: Any) -> Any:
     return field(default=default, metadata={"help": help, **more})
 
 
+PRETRAINED = {"rich_help_panel": "With --model"}
+LAYERS = {"rich_help_panel": "Layers"}
+
+
 @dataclass(frozen=True)
 class Source:
     """Options for model and data; run.json records those that differ from the defaults."""
 
     panel: ClassVar[str] = "Model and data"
-    task: str | None = option(None, "Built-in task, module:function or file.py:function.")
-    model: str | None = option(None, "Hugging Face model, instead of --task: folder or hub name.")
+    task: str | None = option(
+        None,
+        "Built-in task (see: isokron tasks), module:function or file.py:function.",
+        metavar="TASK",
+    )
+    model: str | None = option(
+        None, "Hugging Face model, instead of --task: folder or hub name.", metavar="MODEL"
+    )
     data: str | None = option(
         None,
         "Training data of --model: a .jsonl, .csv, .tsv, .parquet or .txt file, a folder of .txt "
         "files, or the name of a data set.",
+        metavar="DATA",
     )
-    kind: Literal["language", "classifier"] = option("language", "Model type.")
-    text: str | None = option(None, "Data column with the texts.")
-    label: str | None = option(None, "Data column with the labels.")
-    id: str | None = option(None, "Data column with the document ids.")
-    context: int | None = option(None, "Maximum tokens of a document. Default: the model's.", min=1)
-    long: Literal["error", "cut", "split"] = option("error", "How to treat longer documents.")
-    weights: str | None = option(None, "Safetensors file with the model's trained weights.")
+    kind: Literal["language", "classifier"] = option("language", "Model type.", **PRETRAINED)
+    text: str | None = option(None, "Column with the texts.", metavar="COLUMN", **PRETRAINED)
+    label: str | None = option(None, "Column with the labels.", metavar="COLUMN", **PRETRAINED)
+    id: str | None = option(None, "Column with the document ids.", metavar="COLUMN", **PRETRAINED)
+    context: int | None = option(
+        None, "Maximum tokens of a document. Default: the model's.", min=1, **PRETRAINED
+    )
+    long: Literal["error", "cut", "split"] = option(
+        "error", "How to treat longer documents.", **PRETRAINED
+    )
+    weights: str | None = option(
+        None, "Safetensors file with the trained weights of a task's model.", metavar="FILE"
+    )
     steps: int | None = option(
         None, "Train a task's model for N steps of AdamW. Default: 300, 0 with --weights.", min=0
     )
     lr: float = option(3e-3, "Learning rate for --steps.", min=0)
     seed: int = option(0, "Random seed.")
     examples: int | None = option(None, "Use only N training examples, evenly spaced.", min=1)
-    dtype: Dtype = option("float32", "Dtype of the weights of --model.")
-    chat: bool | None = option(None, "Use the chat template for prompts. Default: if there is one.")
+    dtype: Dtype = option("float32", "Dtype of the weights of --model.", **PRETRAINED)
+    chat: bool | None = option(
+        None, "Use the chat template for prompts. Default: if there is one.", **PRETRAINED
+    )
     layers: list[str] | None = option(
         None,
         "Patterns of layer names, comma-separated or repeated; !pattern excludes. Default: all "
         "linear, convolution and norm layers up to --max-side.",
+        metavar="PATTERN",
+        **LAYERS,
     )
     max_side: int = option(
-        8192, "Largest number of inputs or outputs of the default layers.", min=1
+        8192, "Largest number of inputs or outputs of the default layers.", min=1, **LAYERS
     )
     head: Literal["skip", "lowrank"] = option(
-        "skip", "Output head larger than --max-side: leave it out, or use a low-rank form."
+        "skip",
+        "Output head larger than --max-side: leave it out, or use a low-rank form.",
+        **LAYERS,
     )
 
     def resolved(self) -> Source:
@@ -120,7 +146,6 @@ class Source:
     def load_model(self, task: Task, folder: Path, progress: Progress) -> nn.Module:
         """The model with weights from --weights, the run's folder or the task, or trained now."""
         from safetensors import safe_open
-        from safetensors.torch import save_model
 
         from isokron.attribution.data import spread
         from isokron.attribution.run_folder import WEIGHTS
@@ -141,12 +166,32 @@ class Source:
         elif steps:
             examples = spread(len(task.train), self.examples or len(task.train))
             train_(model, task, steps, self.lr, self.seed, progress, examples)
-            folder.mkdir(parents=True, exist_ok=True)
-            # renamed when complete, since the process may be killed
-            temporary = folder / f".{WEIGHTS}.tmp"
-            save_model(model, str(temporary), {"training": settings})
-            temporary.replace(path)
+            save_weights(model, path, {"training": settings})
         return model.eval()
+
+    def training_run(self, task: Task, device: str, progress: Progress) -> TrainingRun:
+        """The training by `load_model` as a function of example weights; refused if it has none."""
+        from isokron.attribution.data import spread
+        from isokron.attribution.task_run import task_run
+        from isokron.training import make_model, make_optimizer
+
+        steps = (0 if task.trained else STEPS) if self.steps is None else self.steps
+        if not steps:
+            raise ValueError(
+                "--method unroll needs a model that is trained here, in at least one step, got a "
+                "task with a trained model or --steps 0; give --steps"
+            )
+        model = make_model(task, self.seed).to(device)
+        examples = spread(len(task.train), self.examples or len(task.train))
+        return task_run(
+            task,
+            model,
+            make_optimizer(model, self.lr),
+            steps,
+            self.seed,
+            examples=examples,
+            progress=progress,
+        )
 
     def trained_on(self, task: Task, examples: Tensor, seed: int) -> nn.Module:
         """A new model, trained on these examples like the run's model on all of them."""
@@ -163,9 +208,11 @@ class Machine:
     """Options of all commands on a run."""
 
     panel: ClassVar[str] = "Computation"
-    device: str | None = option(None, "Device, such as cuda. Default: cuda if there is one.")
+    device: str | None = option(
+        None, "Device, such as cuda. Default: cuda if there is one.", metavar="DEVICE"
+    )
     memory: float | None = option(
-        None, "Memory to use, in GiB. Default: half of what is free.", min=1e-6
+        None, "Memory to use, in GiB. Default: half of what is free.", min=1e-6, metavar="GIB"
     )
 
 
@@ -186,15 +233,17 @@ def open_run(
     source: Source | None = None,
     machine: Machine = Machine(),
     check: Callable[[Task], object] | None = None,
+    unrolled: bool | None = None,
 ) -> Attributor:
     """Open the run in a folder, or begin a new one; `source` must match an existing run.
 
-    check: called with the task before its model is trained.
+    check: called with the task before its model is trained. unrolled: whether scores are
+    derivatives through the training of the model; default: as recorded in the folder.
     """
     import torch
 
     from isokron.attribution import Attributor
-    from isokron.attribution.run_folder import RECORD, WEIGHTS, has_results
+    from isokron.attribution.run_folder import RECORD, WEIGHTS, has_results, read_record
     from isokron.distributed.rank_tasks import in_turn
     from isokron.files import check_free, check_same
 
@@ -217,6 +266,10 @@ def open_run(
         raise ValueError(f"--examples must be {limit}, got {source.examples}")
     if check is not None and not task.trained:
         check(task)
+    if unrolled is None and (folder / RECORD).exists():
+        unrolled = (read_record(folder)["stages"].get("fit") or {}).get("method") == "unroll"
+    # refused before the model is trained
+    run = source.training_run(task, device, progress) if unrolled else None
     # the first rank trains, the others read its weights
     with in_turn(process.ranks(), "loading or training the model"):
         model = source.load_model(task, folder, progress)
@@ -234,31 +287,29 @@ def open_run(
         ranks=process.ranks(),
         progress=progress,
     )
-    if a.is_unrolled:
-        unroll(a)
-    return a
+    return a if run is None else a.fit("unroll", run=run)
 
 
-def unroll(a: Attributor) -> None:
-    """Let scores of a run be derivatives through the training of its model by `load_model`."""
-    from isokron.attribution.data import spread
-    from isokron.attribution.task_run import task_run
-    from isokron.training import make_model, make_optimizer
+def save_weights(model: nn.Module, path: Path, metadata: dict[str, str]) -> None:
+    """Write a safetensors file, renamed when it is complete; shared tensors are written once."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_model
 
-    source, task = recorded_source(a.folder.path), a.task
-    assert task is not None
-    steps = (0 if task.trained else STEPS) if source.steps is None else source.steps
-    if not steps:
-        raise ValueError(
-            "--method unroll needs a model that is trained here, in at least one step, got a task "
-            "with a trained model or --steps 0; give --steps"
+    from isokron.files import explained
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        save_model(model, str(temporary), metadata)
+        temporary.replace(path)
+    except (SafetensorError, OSError) as error:
+        temporary.unlink(missing_ok=True)
+        # safetensors tells the number of the system's error in its text
+        number = re.search(r"os error (\d+)", str(error))
+        cause = (
+            OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(*error.args)
         )
-    model = make_model(task, source.seed).to(a.subject.device)
-    examples = spread(len(task.train), source.examples or len(task.train))
-    optimizer = make_optimizer(model, source.lr)
-    progress = a.subject.progress
-    run = task_run(task, model, optimizer, steps, source.seed, examples=examples, progress=progress)
-    a.fit("unroll", run=run)
+        raise explained(path, cause) from None
 
 
 def recorded_source(folder: Path) -> Source:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import itertools
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from isokron.cli import process
+from isokron.cli.encoding import echo, printable
 
 if TYPE_CHECKING:
     from isokron.attribution import Attributor, Query, Scores
@@ -36,6 +36,8 @@ class Display:
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True)
         self.console.quiet = not process.leads()
+        # a dumb terminal cannot move its cursor, and gets lines like a log
+        self.has_bar = self.console.is_terminal and not self.console.is_dumb_terminal
         self.bar = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(),
@@ -44,7 +46,7 @@ class Display:
             TimeRemainingColumn(),
             console=self.console,
             transient=True,
-            disable=not self.console.is_terminal,
+            disable=not self.has_bar,
         )
         self.task = self.bar.add_task("", visible=False, note="")
         self.stage = ""
@@ -61,7 +63,7 @@ class Display:
     def __call__(self, stage: str, done: int, total: int, note: str = "") -> None:
         if total:
             self.begun.setdefault(stage, time.monotonic())
-        if total and self.console.is_terminal:
+        if total and self.has_bar:
             if stage != self.stage:
                 self.stage = stage
                 self.bar.reset(self.task, total=total, description=stage, visible=True)
@@ -116,12 +118,13 @@ def fitted_table(
         return max(map(len, [*str(column[0]).split(), *map(str, column[1:])]))
 
     rows = [
-        [Text(cell, "bold" if i == bold else "") for cell in row] for i, row in enumerate(cells)
+        [Text(printable(cell), "bold" if i == bold else "") for cell in row]
+        for i, row in enumerate(cells)
     ]
     columns = list(zip(*rows, strict=True))
     for name in spare:
         if not fits():
-            columns = [column for column in columns if str(column[0]) != name]
+            columns = [column for column in columns if str(column[0]) != printable(name)]
     if not fits() and not spare:
         columns = [tuple(row) for row in rows]
     table = Table(title=Text(title), title_justify="left")
@@ -138,7 +141,7 @@ def show_scores(a: Attributor, queries: Sequence[Query], scores: Scores, most: i
     """Print the top examples of every query with their shares of the positive influence."""
     if scores.noise is not None:
         hint = "" if scores.noise.spearman >= 0.9 else "; use a larger --dim, or --no-store"
-        typer.echo(
+        echo(
             f"\nProjected scores: rank correlation {scores.noise.spearman:.2f} with exact ones on "
             f"{scores.noise.sample} examples{hint}"
         )
@@ -147,7 +150,7 @@ def show_scores(a: Attributor, queries: Sequence[Query], scores: Scores, most: i
         query = queries[number] if one_by_one else queries[0]
         name = query.name if one_by_one else f"{len(queries)} queries"
         text = "".join(query.shown[0].tokens) if query.shown[0].generated else ""
-        typer.echo(f"\n{name[:WIDTH]}{' → ' if text else ': '}{text or one_line(query.shown[0])}")
+        echo(f"\n{name[:WIDTH]}{' → ' if text else ': '}{text or one_line(query.shown[0])}")
         positive = float(scores[number].clamp_min(0).sum())
         for sign, ranked in (("+", top.proponents), ("−", top.opponents)):
             for entry in ranked:
@@ -155,17 +158,17 @@ def show_scores(a: Attributor, queries: Sequence[Query], scores: Scores, most: i
                 size = abs(entry.score) / (positive or 1.0)
                 size_text = f"{size:7.2%}" if positive else f"{size:7.3g}"
                 line = f"{entry.id:<20}  {example_line(a, entry.example)}"
-                typer.echo(f"  {sign} {size_text}  {line}")
+                echo(f"  {sign} {size_text}  {line}")
         checked = scores.answers[number]["verify"] if scores.answers else None
         if checked is not None:
             groups = ("proponents", "random", "opponents")
             moves = [f"{g} {checked[g]:+.3g}" for g in groups if checked[g] is not None]
             before = f"{checked['before']:.3g}"
-            typer.echo(f"  loss {before} nats, change after one step on: {', '.join(moves)}")
+            echo(f"  loss {before} nats, change after one step on: {', '.join(moves)}")
             foremost = scores.answers[number]["proponents"][0]
             if foremost["nats"] is not None:
                 change = f"{foremost['nats']:+.3g} nats"
-                typer.echo(f"  predicted change without {foremost['id']}: {change}")
+                echo(f"  predicted change without {foremost['id']}: {change}")
 
 
 def score_records(
@@ -192,19 +195,3 @@ def one_line(shown: Shown, width: int = WIDTH) -> str:
     text = text if len(text) <= width else text[: width - 1] + "…"
     parts = [shown.title, f"label {shown.label}" if shown.label else "", text]
     return ", ".join(part for part in parts if part)
-
-
-def show_evaluation(results: Mapping[str, Any]) -> None:
-    """Print the results of `isokron evaluate`."""
-    typer.echo("Linear datamodelling score, mean over queries ± standard error:")
-    for name, level in results["lds"].items():
-        typer.echo(f"  {name:<28} {level['mean']:6.3f} ± {level['error']:.3f}")
-    if results["projected"]:
-        levels = ", ".join(f"{dim}: {rho:.3f}" for dim, rho in results["projected"].items())
-        typer.echo(
-            f"Rank correlation of a store's scores with exact ones, by dimension:\n  {levels}"
-        )
-    if results["mislabelled"]:
-        typer.echo("Area under the ROC curve of finding flipped labels:")
-        for name, value in results["mislabelled"].items():
-            typer.echo(f"  by {name:<25} {value:6.3f}")

@@ -176,8 +176,8 @@ def hessian_product(loss: Likelihood, outputs: Tensor) -> Callable[[Tensor], Ten
     if type(loss) is CrossEntropy:
         p = wide.softmax(-1)
         return lambda u: p * (u - (p * u).sum(-1, keepdim=True))
-    if type(loss) in (SquaredError, BinaryCrossEntropy):
-        second = loss.second(wide)  # type: ignore[attr-defined]
+    if type(loss) is SquaredError or type(loss) is BinaryCrossEntropy:
+        second = loss.second(wide)
         return lambda u: second * u
     roots = list(loss.roots(wide))
     return lambda u: sum(

@@ -14,10 +14,12 @@ diagonal blocks of the factors of the whole. A bias is one more input, uncorrela
 """
 
 import math
+import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from math import prod
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -65,7 +67,21 @@ class ParamState:
 
     def squares(self) -> Tensor:
         """AdamW's second moments, in the shape of the parameter."""
-        return self.mean("exp_avg_sq", self.group["betas"][1])
+        squares = self.mean("exp_avg_sq", self.group["betas"][1])
+        check_shapes(self.name, {"exp_avg_sq": squares}, {"exp_avg_sq": self.shape})
+        return squares
+
+
+def check_shapes(
+    name: str, tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Refuse the state of a parameter with another shape than the model's."""
+    for key, value in tensors.items():
+        if tuple(value.shape) != shapes[key]:
+            raise ValueError(
+                f"the optimizer's state {key!r} of {name!r} has shape {tuple(value.shape)}, and "
+                f"the model needs {shapes[key]}; give the optimizer that has trained this model"
+            )
 
 
 def _too_few_bits(key: str, name: str) -> ValueError:
@@ -96,6 +112,17 @@ def curvature_from_optimizer(
         for x in fitted
     ]
     return Curvature(moved), Origin(kind, int(max(steps)), method)
+
+
+def read_checkpoint(path: Path) -> Any:
+    """Tensors and plain values of a file written by torch.save."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, LookupError) as error:
+        raise ValueError(
+            f"curvature {path} is no file of tensors and plain values by torch.save "
+            f"({type(error).__name__}); save optimizer.state_dict()"
+        ) from None
 
 
 def param_states(model: nn.Module, optimizer: Any) -> dict[str, ParamState]:
@@ -237,6 +264,11 @@ def _of_natural_gradient(layer: Layer, state: ParamState) -> LayerCurvature:
     statistics = {key: of_layer.tensor(key) for key in keys if key in entry}
     if "columns" in statistics:
         statistics["columns"] = statistics["columns"][..., : int(entry["count"])]
+    blocks, outputs, inputs = layer.shape
+    left, right = (blocks, outputs, outputs), (blocks, inputs, inputs)
+    shapes = {"output": left, "basis.output": left, "input": right, "basis.input": right}
+    shapes |= {"eigenvalues": layer.shape, "columns": (blocks, outputs, int(entry.get("count", 0)))}
+    check_shapes(layer.name, statistics, shapes)
     terms = float(entry["terms"])
     return replace(_result(layer, method, statistics), terms=terms)
 

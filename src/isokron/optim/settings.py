@@ -110,9 +110,21 @@ PEERS_BY_NAME: dict[tuple[str, ...], str] = {
     ("steps",): "ns_steps",
     ("coefficients",): "ns_coefficients",
     ("scale",): "adjust_lr_fn",
-    ("decay",): "use_decoupled_weight_decay decoupled_weight_decay weight_decouple",
+    ("decay",): "use_decoupled_weight_decay decoupled_weight_decay weight_decouple "
+    "weight_decay_type",
+    ("factor_dtype", "state_dtype"): "storage_dtype",
+    ("order",): "merge_dims",
+    ("average",): "iterate_averaging_config",
 }
 PEERS = {peer: names for names, peers in PEERS_BY_NAME.items() for peer in peers.split()}
+# Names in other libraries that no setting here stands for, though some are spelled alike.
+NOT_SETTINGS = {
+    "warmup_steps": "warm lr up by a scheduler of torch.optim.lr_scheduler",
+    "gradient_clipping": "call torch.nn.utils.clip_grad_norm_ before the step",
+    "cautious_weight_decay": "isokron has none",
+    "weight_decay_mask": "give groups with other weight_decay",
+    "beta3": "isokron has none",
+}
 
 # Keys of groups: the shared settings, and those that optimizers add when their class is defined.
 GROUP_KEYS = set(SHARED) - {"mode"} | {"lr"}
@@ -216,9 +228,11 @@ def keywords_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def unknown_keyword(who: str, name: str, takes: Iterable[str], valid: Iterable[str]) -> str:
     """The error for a keyword that is not taken; settings that are valid and not taken are keys of
     parameter groups."""
-    alike = [name] if name in valid else similar(name, valid, 0.6)
+    alike = [name] if name in valid else similar(name, valid, 0.75)
     hint = "" if alike == [name] else f" did you mean {' or '.join(map(repr, alike))}?"
-    if not alike:
+    if name in NOT_SETTINGS:
+        hint = f" {NOT_SETTINGS[name]}"
+    elif not alike:
         hint = f" it takes {', '.join(sorted(takes))}"
     elif not set(alike) & set(takes):
         hint += (
@@ -231,8 +245,10 @@ def unknown_keyword(who: str, name: str, takes: Iterable[str], valid: Iterable[s
 def similar(name: str, valid: Iterable[str], cutoff: float) -> list[str]:
     """The valid settings that a name is likely to stand for."""
     names = sorted(valid)
-    peers = [setting for setting in PEERS.get(name, ()) if setting in names]
-    return peers or difflib.get_close_matches(name, names, n=1, cutoff=cutoff)
+    # a name of another library is not misspelt, and what looks like it is another setting
+    if name in PEERS or name in NOT_SETTINGS:
+        return [setting for setting in PEERS.get(name, ()) if setting in names]
+    return difflib.get_close_matches(name, names, n=1, cutoff=cutoff)
 
 
 def check_settings(optimizer: type, settings: Mapping[str, Any]) -> None:
@@ -257,6 +273,7 @@ def check_spelling(optimizer: str, keys: Iterable[str], valid: Iterable[str]) ->
             continue
         alike = similar(key, valid, 0.85)
         hint = f"did you mean {' or '.join(map(repr, alike))}?" if alike else ""
+        hint = NOT_SETTINGS.get(key, hint)
         if not alike and key in GROUP_KEYS - SHARED.keys():
             hint = "it is a setting of another optimizer"
         if hint:
