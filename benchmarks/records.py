@@ -1,9 +1,14 @@
-"""Results of a study on disk: one record per run, written as soon as it is known."""
+"""Results on disk: the runs of a study, one by one, or the output that a script prints."""
 
 from __future__ import annotations
 
+import datetime
+import io
 import json
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +16,10 @@ from timing import conditions
 
 from isokron.files import write_atomically
 
-FOLDER = Path(__file__).parent.parent / "docs" / "benchmarks"
+# `make bench QUICK=1` writes elsewhere, so that it never replaces what pages cite
+FOLDER = Path(
+    os.environ.get("ISOKRON_BENCHMARKS", Path(__file__).parent.parent / "docs" / "benchmarks")
+)
 
 
 class Records:
@@ -46,3 +54,31 @@ class Records:
         head = json.dumps({**self.facts, "conditions": conditions()}, indent=1)[:-2]
         lines = ",\n".join(json.dumps(run) for run in self.runs)
         write_atomically(self.path, [f'{head},\n "runs": [\n{lines}\n ]\n}}\n'.encode()])
+
+
+class _Copied(io.StringIO):
+    """Text that is also printed."""
+
+    def write(self, text: str) -> int:
+        sys.__stdout__.write(text)  # type: ignore[union-attr]
+        return super().write(text)
+
+    def flush(self) -> None:
+        sys.__stdout__.flush()  # type: ignore[union-attr]
+
+
+@contextmanager
+def recorded(name: str) -> Iterator[None]:
+    """Print as always, and write the lines as a run of NAME.json, one run per command line.
+
+    Nothing is written if the script fails.
+    """
+    output = _Copied()
+    with redirect_stdout(output):
+        yield
+    records, arguments = Records(name), " ".join(sys.argv[1:])
+    records.runs = [run for run in records.runs if run["arguments"] != arguments]
+    today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
+    lines = [line for line in output.getvalue().splitlines() if line.strip()]
+    records.runs.append({"arguments": arguments, "date": today, "printed": lines})
+    records.save()
