@@ -111,9 +111,9 @@ def measure(names: Iterable[str], seeds: int) -> None:
     records = Records("memory")
     counts = [run for run in records.runs if "bytes" in run]
     for task, name, form in product((MEASURED, *names), OPTIMIZERS, ("float32", "small")):
-        key = {"task": task, "optimizer": name, "form": form}
-        if not any(key.items() <= run.items() for run in counts):
-            records.runs.append({**key, **counted(task, name, form)})
+        size_of = {"task": task, "optimizer": name, "form": form}
+        if not any(size_of.items() <= run.items() for run in counts):
+            records.runs.append({**size_of, **counted(task, name, form)})
     for key in planned(names, seeds):
         records.once(partial(trained, **key), **key)
 

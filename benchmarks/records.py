@@ -25,6 +25,8 @@ FOLDER = Path(
 class Records:
     """The file docs/benchmarks/NAME.json: facts about the study, and its runs, one per line."""
 
+    frozen = False  # True: `once` never computes, and raises KeyError for a run that is missing
+
     def __init__(self, name: str) -> None:
         self.path = FOLDER / f"{name}.json"
         self.facts: dict[str, Any] = {}
@@ -42,6 +44,8 @@ class Records:
         saved = self.select(**key)
         if saved:
             return saved[0]
+        if self.frozen:
+            raise KeyError(f"{self.path.name} has no run with {key}")
         run = {**key, **compute()}
         self.runs.append(run)
         self.save()
