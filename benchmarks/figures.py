@@ -195,11 +195,15 @@ def numbers_in(text: str) -> list[str]:
     return [match[0] for match in NUMBER.finditer(text)]
 
 
+def recorded_entries() -> dict[str, Any]:
+    """Figures of machines that are no longer there: command, machine, date, page and lines."""
+    return json.loads((RECORDS / "recorded.json").read_text())
+
+
 def read(name: str) -> Sequence[str]:
     """The rows of a source."""
     if name.startswith("recorded."):
-        recorded = json.loads((RECORDS / "recorded.json").read_text())
-        return recorded[name.removeprefix("recorded.")]["printed"]
+        return recorded_entries()[name.removeprefix("recorded.")]["printed"]
     if not name.endswith(".runs") and (Path(__file__).parent / f"{name.split('.')[0]}.py").exists():
         importlib.import_module("records").Records.frozen = True
         tables = TABLES.get(name) or getattr(importlib.import_module(name), "tables", None)

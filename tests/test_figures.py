@@ -1,6 +1,7 @@
 """Every figure of README.md and docs/ is in a record of docs/benchmarks, at the digits written."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
+import bench  # noqa: E402
 import figures  # noqa: E402
 
 
@@ -117,3 +119,35 @@ def test_a_heading_ends_what_a_marker_says() -> None:
     assert figures.complaints("page.md", page, ROWS) == [
         "page.md:13: 1.25 under no marker of figures or settings"
     ]
+
+
+def test_every_benchmark_is_on_the_page_of_benchmarks() -> None:
+    """And in the list of `make bench`, or among those that are started by hand."""
+    scripts = {path.stem: path.read_text() for path in BENCHMARKS.glob("*.py")}
+    runnable = {name for name, text in scripts.items() if "def main()" in text}
+    parts = {"bench", "figures", "kronfluence_images", "kronfluence_scores", "pretrained"}
+    listed = {script.name for script in bench.SCRIPTS} | set(bench.BY_HAND)
+    assert runnable - parts == listed
+    page = figures.pages()["docs/benchmarks.md"]
+    assert [name for name in listed if f"`{name}.py`" not in page] == []
+
+
+def test_the_small_version_of_a_benchmark_never_writes_over_a_record(tmp_path: Path) -> None:
+    """`recorded` writes where ISOKRON_BENCHMARKS says, one run per command line."""
+    script = (
+        "import sys; sys.argv = ['x.py', '--only', 'a']\n"
+        "from records import FOLDER, recorded\n"
+        "for value in (1.5, 2.5):\n"
+        "    with recorded('trial'):\n"
+        "        print(f'a {value}')\n"
+        "print(FOLDER)\n"
+    )
+    environment = {**os.environ, "ISOKRON_BENCHMARKS": str(tmp_path)}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(
+        command, check=True, capture_output=True, text=True, cwd=BENCHMARKS, env=environment
+    )
+    assert done.stdout.splitlines() == ["a 1.5", "a 2.5", str(tmp_path)]
+    (run,) = json.loads((tmp_path / "trial.json").read_text())["runs"]
+    assert (run["arguments"], run["printed"]) == ("--only a", ["a 2.5"])
+    assert not (figures.RECORDS / "trial.json").exists()
