@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import resource
 import subprocess
 import sys
 import time
@@ -75,7 +76,7 @@ def run(script: Script, arguments: str, quick: bool) -> list[str] | None:
     folder = {"ISOKRON_BENCHMARKS": str(SCRATCH)} if quick else {}
     command = [sys.executable, str(HERE / f"{script.name}.py"), *arguments.split()]
     print(f"\n{script.name}.py {arguments}", flush=True)
-    start, lines = time.perf_counter(), []
+    start, cpu, lines = time.perf_counter(), cpu_seconds(), []
     with subprocess.Popen(
         command,
         env={**os.environ, **folder},
@@ -88,8 +89,15 @@ def run(script: Script, arguments: str, quick: bool) -> list[str] | None:
             lines.append(line.rstrip())
             if not quick:
                 print(line, end="", flush=True)
-    print(f"  {time.perf_counter() - start:.0f} s, exit code {process.returncode}", flush=True)
+    wall = time.perf_counter() - start
+    print(f"  {wall:.0f} s, {cpu_seconds() - cpu:.0f} s of CPU, exit code {process.returncode}")
     return None if process.returncode else lines
+
+
+def cpu_seconds() -> float:
+    """Of all processes that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def recorded_rows(name: str) -> list[str]:

@@ -204,11 +204,10 @@ def read(name: str) -> Sequence[str]:
     """The rows of a source."""
     if name.startswith("recorded."):
         return recorded_entries()[name.removeprefix("recorded.")]["printed"]
-    if not name.endswith(".runs") and (Path(__file__).parent / f"{name.split('.')[0]}.py").exists():
+    script = Path(__file__).parent / f"{name}.py"
+    if name in TABLES or (script.exists() and "\ndef tables(" in script.read_text()):
         importlib.import_module("records").Records.frozen = True
-        tables = TABLES.get(name) or getattr(importlib.import_module(name), "tables", None)
-        if tables is not None:
-            return tables()
+        return (TABLES.get(name) or importlib.import_module(name).tables)()
     runs = json.loads((RECORDS / f"{name.removesuffix('.runs')}.json").read_text())["runs"]
     return [row for run in runs for row in rows_of(run)]
 
