@@ -145,6 +145,13 @@ def tables() -> list[str]:
         cells.append(", ".join(f"{size / adamw:.2f}" for size in sizes if size is not None))
         cells += [loss(task, name, form) for form in ("float32", "small")]
         lines.append(f"| {task} | {name} | {' | '.join(cells)} |")
+    for name in OPTIMIZERS:
+        finals = {form: {(run["task"], run["seed"]): run["final"]
+                         for run in records.select(optimizer=name, form=form) if "final" in run}
+                  for form in ("float32", "small")}  # fmt: skip
+        both = finals["float32"].keys() & finals["small"].keys()
+        change = max((abs(finals["small"][k] - finals["float32"][k]) for k in both), default=0.0)
+        lines.append(f"{name}: losses of a seed differ by at most {change:.4f}")
     forms = ["float32", *(form for form, (_, narrow) in FORMS.items() if narrow)]
     lines += ["", f"| task | optimizer | {' | '.join(forms)} |", "|---|---|---|---|---|"]
     for task, name in product(IN_BFLOAT16, ("AdamW", "SOAP")):

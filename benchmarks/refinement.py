@@ -185,6 +185,9 @@ def tables() -> list[str]:
     for names, ratios_by_steps in costs.items():
         medians = [statistics.median(ratios) for ratios in ratios_by_steps.values()]
         lines.append(f"| {', '.join(names)} | {' | '.join(f'{m:.1f}' for m in medians)} |")
+    for study in dict.fromkeys(run["study"] for run in fits):
+        errors = [run["error"] for run in fits if run["study"] == study]
+        lines.append(f"| {study}, standard errors | {min(errors):.2f} to {max(errors):.2f} |")
     for run in records.select(method="hessian"):
         lines.append(f"| {run['study']}, the full Hessian | {run['lds']:.3f} |")
     return lines
