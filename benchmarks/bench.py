@@ -43,7 +43,7 @@ SCRIPTS = (
     Script("full_state", ("", "--to-rank 0"), "--ranks 2"),
     Script("distributed", ("--layout ddp", "--layout fsdp"), "--ranks 1,2 --only soap --cycles 1"),
     Script("natural", ("--steps 40",), "--steps 10 --task digits-tiny"),
-    Script("memory", quick="--task digits-tiny --seeds 1"),
+    Script("memory", quick="--task digits-tiny --seeds 2"),
     Script("compositions", quick="--races 1 --only polar"),
     Script("unroll", quick="--cases digits --subsets 3 --queries 3"),
     Script(
