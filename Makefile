@@ -1,4 +1,4 @@
-# `make demo`, `make test` and `make docs` make .venv on their first run and reuse it after.
+# The first target makes .venv, later ones reuse it.
 
 PYTHON ?= $(firstword $(shell command -v python3.11 || command -v python3) python3)
 BIN := .venv/bin
@@ -9,7 +9,7 @@ DOCS_READY := .venv/.docs-ready
 export PIP_CONSTRAINT := constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test docs format clean
+.PHONY: demo test docs bench release-check format clean
 
 demo: $(READY)
 	$(BIN)/isokron demo
@@ -24,12 +24,27 @@ docs: $(DOCS_READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "Open site/index.html, or serve it (search needs that): $(BIN)/python -m http.server --directory site"
 
+# all of docs/benchmarks anew (days), or with QUICK=1 a small version into build/benchmarks (minutes)
+bench: $(READY)
+	$(BIN)/python benchmarks/bench.py $(if $(QUICK),--quick) $(if $(ONLY),--only $(ONLY))
+
+# wheel and sdist into dist/; each is installed into an environment without extras, and tried there
+release-check:
+	rm -rf dist build/release
+	$(PYTHON) -m venv build/release
+	build/release/bin/pip install --quiet build torch==2.13.0
+	build/release/bin/python -m build --outdir dist .
+	build/release/bin/pip install --quiet dist/isokron-*.whl
+	build/release/bin/python -P tests/installed_package.py
+	build/release/bin/pip install --quiet --force-reinstall --no-deps dist/isokron-*.tar.gz
+	build/release/bin/python -P tests/installed_package.py
+
 format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv site
+	rm -rf .venv build dist site
 
 # torch first and by its exact version, so that no other package chooses a build of it
 $(READY): pyproject.toml constraints.txt

@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from records import recorded
 from timing import conditions, interleaved
 from torch import Tensor
 
@@ -476,12 +477,13 @@ def main() -> None:
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
-    print(conditions())
-    print("\n".join(versions(args)))
-    with tempfile.TemporaryDirectory() as folder:
-        inputs = make(Path(folder), args.documents)
-        for part in args.parts:
-            PARTS[part](args, inputs)
+    with recorded("attribution"):
+        print(conditions())
+        print("\n".join(versions(args)))
+        with tempfile.TemporaryDirectory() as folder:
+            inputs = make(Path(folder), args.documents)
+            for part in args.parts:
+                PARTS[part](args, inputs)
 
 
 if __name__ == "__main__":

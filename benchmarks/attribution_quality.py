@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from records import recorded
 from timing import conditions
 from torch import Tensor, nn
 
@@ -280,14 +281,15 @@ def main() -> None:
     parser.add_argument("--subsets", type=int, default=40)
     parser.add_argument("--queries", type=int, default=100)
     options = parser.parse_args()
-    print(conditions())
-    chosen = options.only.split(",")
-    if "logistic" in chosen:
-        logistic(options.data, options.subsets, options.queries)
-    if "removals" in chosen:
-        removals(options.data, options.queries)
-    if "transformer" in chosen:
-        transformer()
+    with recorded("attribution_quality"):
+        print(conditions())
+        chosen = options.only.split(",")
+        if "logistic" in chosen:
+            logistic(options.data, options.subsets, options.queries)
+        if "removals" in chosen:
+            removals(options.data, options.queries)
+        if "transformer" in chosen:
+            transformer()
 
 
 if __name__ == "__main__":

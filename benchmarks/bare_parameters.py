@@ -16,6 +16,7 @@ import warnings
 from typing import Any
 
 import torch
+from records import recorded
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
@@ -82,15 +83,16 @@ def main() -> None:
     args = parser.parse_args()
     ways = args.ways.split(",")
     warnings.simplefilter("ignore")
-    print(f"{'vocab':>6} {'lr':>8} {'optimizer':10} {' '.join(f'{way:>7}' for way in ways)}")
-    for vocab in map(int, args.vocab.split(",")):
-        data = markov_text(vocab, 512, 64)
-        for lr in args.lr.split(","):
-            rate = None if lr == "default" else float(lr)
-            for name in args.only.split(","):
-                losses = [final_loss(name, way, vocab, data, args.steps, rate) for way in ways]
-                figures = " ".join(f"{loss:7.3f}" for loss in losses)
-                print(f"{vocab:6} {lr:>8} {name:10} {figures}", flush=True)
+    with recorded("bare_parameters"):
+        print(f"{'vocab':>6} {'lr':>8} {'optimizer':10} {' '.join(f'{way:>7}' for way in ways)}")
+        for vocab in map(int, args.vocab.split(",")):
+            data = markov_text(vocab, 512, 64)
+            for lr in args.lr.split(","):
+                rate = None if lr == "default" else float(lr)
+                for name in args.only.split(","):
+                    losses = [final_loss(name, way, vocab, data, args.steps, rate) for way in ways]
+                    figures = " ".join(f"{loss:7.3f}" for loss in losses)
+                    print(f"{vocab:6} {lr:>8} {name:10} {figures}", flush=True)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from records import recorded
 from timing import conditions, interleaved
 from torch import nn
 
@@ -101,9 +102,10 @@ def main() -> None:
     if given.peak:
         peak(given.peak, given.layers, given.workspace)
         return
-    print(conditions())
-    time_blocks(given.rounds)
-    memory(given.layers)
+    with recorded("blocks"):
+        print(conditions())
+        time_blocks(given.rounds)
+        memory(given.layers)
 
 
 if __name__ == "__main__":

@@ -1,24 +1,27 @@
 """Does a composition improve a method? Final losses with and without it, in six short races.
 
-    OMP_NUM_THREADS=1 python benchmarks/compositions.py [--out docs/benchmarks/compositions.json]
+    python benchmarks/compositions.py [--races 6] [--only polar]
 
 Every entrant is trained with three learning rates on seed 0, with one more where the best is at the
 edge, and with the best of them on two more seeds; initial weights and batches depend on the seed
 alone. A composition improves a race if the mean over seeds of its loss minus the method's is below
 zero by more than the standard deviation of that difference. One that can no longer improve four
-races of six is not trained any further. Runs are saved one by one, and a second call continues with
-those that are missing.
+races of six is not trained any further. One thread. Runs are in docs/benchmarks/compositions.json,
+written after each; a second call continues with those that are missing.
 """
 
+from __future__ import annotations
+
 import argparse
-import json
 import math
 import statistics
-from pathlib import Path
+from functools import partial
+from typing import Any, NamedTuple
 
+import torch
+from records import Records
 from timing import conditions
 
-from isokron.files import write_json
 from isokron.optimizers_by_name import resolve
 from isokron.race import train
 from isokron.tasks import load
@@ -62,24 +65,16 @@ Race = tuple[str, int]
 
 
 class Losses:
-    """Final losses by race, entrant, learning rate and seed, in a JSON file."""
+    """Final losses by race, entrant, learning rate and seed, on disk."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.saved = json.loads(path.read_text()) if path.exists() else {}
+    def __init__(self) -> None:
+        self.records = Records("compositions")
 
     def final(self, race: Race, spec: str, lr: float, seed: int) -> float:
         """The final evaluation loss, infinite if the run diverged; trains where it is missing."""
-        task, steps = race
-        title, key = f"{task}, {steps} steps", f"lr {lr:g}, seed {seed}"
-        runs = self.saved.setdefault(title, {}).setdefault(spec, {})
-        if key not in runs:
-            run = train.train(load(task), resolve(spec), lr, seed, steps)
-            if run.status == "failed":
-                raise RuntimeError(f"{title}, {spec}, {key}: {run.message}")
-            runs[key] = run.final if math.isfinite(run.final) else None
-            write_json(self.path, self.saved)
-        return math.inf if runs[key] is None else runs[key]
+        key = {"task": race[0], "steps": race[1], "optimizer": spec, "lr": lr, "seed": seed}
+        final = self.records.once(partial(train_once, race, spec, lr, seed), **key)["final"]
+        return math.inf if final is None else final
 
     def best(self, race: Race, spec: str) -> tuple[float, list[float]]:
         """The best learning rate of seed 0, and the losses of all seeds with it."""
@@ -96,43 +91,67 @@ class Losses:
         return lr, [self.final(race, spec, lr, seed) for seed in range(SEEDS)]
 
 
-def improves(losses: Losses, race: Race, base: str, composed: str) -> bool:
-    """Print one row of the table, and say whether it is an improvement beyond the spread."""
+def train_once(race: Race, spec: str, lr: float, seed: int) -> dict[str, Any]:
+    task, steps = race
+    run = train.train(load(task), resolve(spec), lr, seed, steps)
+    if run.status == "failed":
+        raise RuntimeError(f"{task}, {steps} steps, {spec}, lr {lr:g}: {run.message}")
+    return {"final": run.final if math.isfinite(run.final) else None}
+
+
+class Comparison(NamedTuple):
+    """A row of the first table, the difference, and whether it is an improvement."""
+
+    row: str
+    difference: str
+    better: bool
+
+
+def compare(losses: Losses, race: Race, base: str, composed: str) -> Comparison:
     lr, without = losses.best(race, base)
     composed_lr, with_it = losses.best(race, composed)
     differences = [b - a for a, b in zip(without, with_it, strict=True)]
     mean, spread = statistics.fmean(differences), statistics.stdev(differences)
-    better = mean < -spread
-    print(
+    better, difference = mean < -spread, f"{mean:+.4f} ± {spread:.4f}"
+    row = (
         f"| {composed} | {race[0]}, {race[1]} | {statistics.fmean(without):.4f} ({lr:g}) "
-        f"| {statistics.fmean(with_it):.4f} ({composed_lr:g}) | {mean:+.4f} ± {spread:.4f} "
-        f"| {'yes' if better else 'no'} |",
-        flush=True,
+        f"| {statistics.fmean(with_it):.4f} ({composed_lr:g}) | {difference} "
+        f"| {'yes' if better else 'no'} |"
     )
-    return better
+    return Comparison(row, difference, better)
+
+
+def tables(races: int = len(RACES), only: str = "") -> list[str]:
+    """Final losses with and without every composition; then differences, a row per composition."""
+    losses = Losses()
+    pairs = [pair for name, pairs in COMPOSITIONS.items() if only in name for pair in pairs]
+    compared: dict[tuple[str, str], list[Comparison]] = {pair: [] for pair in pairs}
+    lines = ["| entrant | race, steps | without (lr) | with (lr) | difference | better |"]
+    lines.append("|---|---|---|---|---|---|")
+    for i, race in enumerate(RACES[:races]):
+        for pair, comparisons in compared.items():
+            improved = sum(comparison.better for comparison in comparisons)
+            if len(comparisons) == i and improved + len(RACES) - i >= NEEDED:
+                comparisons.append(compare(losses, race, *pair))
+                lines.append(comparisons[-1].row)
+    for (base, composed), comparisons in compared.items():
+        cells = " | ".join(comparison.difference for comparison in comparisons)
+        improved = sum(comparison.better for comparison in comparisons)
+        lines.append(f"| {composed} | {base} | {cells} | {improved} of {len(comparisons)} |")
+    return lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks/compositions.json"))
-    losses = Losses(parser.parse_args().out)
+    parser.add_argument("--races", type=int, default=len(RACES), help="the first so many")
+    parser.add_argument("--only", default="", help="compositions whose name has this word")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
     train.EVALUATIONS = 2  # before and after: only the final loss is compared
-    pairs = [pair for entrants in COMPOSITIONS.values() for pair in entrants]
-    improved, raced = dict.fromkeys(pairs, 0), dict.fromkeys(pairs, 0)
     print(conditions())
-    print("| entrant | race, steps | without (lr) | with (lr) | difference | better |")
-    print("|---|---|---|---|---|---|")
-    for i, race in enumerate(RACES):
-        for pair in pairs:
-            if improved[pair] + len(RACES) - i >= NEEDED:
-                improved[pair] += improves(losses, race, *pair)
-                raced[pair] += 1
-    for composition, entrants in COMPOSITIONS.items():
-        for base, composed in entrants:
-            count = f"{improved[base, composed]} of {raced[base, composed]} races improve"
-            print(f"{composition}: {composed} against {base}: {count}")
+    print("\n".join(tables(options.races, options.only)))
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.nn.functional as F
 from optimizers import peak_gemm
+from records import recorded
 from timing import conditions
 from torch import Tensor, nn
 
@@ -571,22 +572,25 @@ def main() -> None:
     if args.serve:
         return serve(args.serve, args.model, args.method)
     only = [word for word in args.only.split(",") if word]
-    print(f"{conditions()}\n{versions()}")
-    peak = peak_gemm()
-    for model in args.model.split(","):
-        for method in args.method.split(","):
-            workers = line_up(model, method, only)
-            race(workers, args.rounds)
-            reference = Worker(DEFINITION, model, method)
-            reference.ask("run")
-            flops = reference.ready["flops"]
-            parts = ", ".join(f"{phase} {each / 1e9:.1f}" for phase, each in flops.items())
-            total = sum(flops.values())
-            print(f"\n{method} of {model}: GFLOP of {parts}")
-            print(f"together {total / 1e9:.0f}: {total / peak:.2f} s at {peak / 1e9:.0f} GFLOP/s")
-            report(workers, method, reference.factors())
-            for worker in (*workers.values(), reference):
-                worker.close()
+    with recorded("curvature"):
+        print(f"{conditions()}\n{versions()}")
+        peak = peak_gemm()
+        for model in args.model.split(","):
+            for method in args.method.split(","):
+                workers = line_up(model, method, only)
+                race(workers, args.rounds)
+                reference = Worker(DEFINITION, model, method)
+                reference.ask("run")
+                flops = reference.ready["flops"]
+                parts = ", ".join(f"{phase} {each / 1e9:.1f}" for phase, each in flops.items())
+                total = sum(flops.values())
+                print(f"\n{method} of {model}: GFLOP of {parts}")
+                print(
+                    f"together {total / 1e9:.0f}: {total / peak:.2f} s at {peak / 1e9:.0f} GFLOP/s"
+                )
+                report(workers, method, reference.factors())
+                for worker in (*workers.values(), reference):
+                    worker.close()
     return None
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from records import recorded
 from timing import conditions
 from torch import distributed as dist
 from torch import nn
@@ -155,24 +156,26 @@ def main() -> None:
     names = [name for name in OPTIMIZERS if name.lower() in chosen]
     sizes = [int(size) for size in options.ranks.split(",")]
     torch.set_num_threads(1)  # as in the ranks
-    print(f"{conditions()}; layout {options.layout}")
-    print(f"{'':<9}{'ranks':>5}{'state':>11}{'share':>7}{'sent':>11}{'plan':>11}{'step':>10}  bits")
-    figures = {size: run(size, names, options.layout, options.cycles) for size in sizes}
-    for name in names:
-        optimizer = make(name, decoder().to("meta"))
-        one = int(plan(optimizer, RankLayout("ddp", 1)).state[0])
-        expected_sum = figures[sizes[0]][name][0].checksum
-        for size in sizes:
-            state, sent, seconds, sums = map(list, zip(*figures[size][name], strict=True))
-            costs = plan(optimizer, RankLayout(options.layout, size))
-            exact = state == costs.state.tolist() and sent == costs.sent.tolist()
-            print(
-                f"{name:<9}{size:>5}{in_units(max(state), BYTES):>11}"
-                f"{max(state) * size / one:>7.3f}{in_units(max(sent), BYTES):>11}"
-                f"{in_units(int(costs.sent.max()), BYTES):>11}{1e3 * max(seconds):>7.1f} ms"
-                f"{'  same' if set(sums) == {expected_sum} else '  other'}"
-                f"{'' if exact else '  differs from the plan'}"
-            )
+    with recorded("distributed"):
+        print(f"{conditions()}; layout {options.layout}")
+        heads = f"{'ranks':>5}{'state':>11}{'share':>7}{'sent':>11}{'plan':>11}{'step':>10}  bits"
+        print(f"{'':<9}{heads}")
+        figures = {size: run(size, names, options.layout, options.cycles) for size in sizes}
+        for name in names:
+            optimizer = make(name, decoder().to("meta"))
+            one = int(plan(optimizer, RankLayout("ddp", 1)).state[0])
+            expected_sum = figures[sizes[0]][name][0].checksum
+            for size in sizes:
+                state, sent, seconds, sums = map(list, zip(*figures[size][name], strict=True))
+                costs = plan(optimizer, RankLayout(options.layout, size))
+                exact = state == costs.state.tolist() and sent == costs.sent.tolist()
+                print(
+                    f"{name:<9}{size:>5}{in_units(max(state), BYTES):>11}"
+                    f"{max(state) * size / one:>7.3f}{in_units(max(sent), BYTES):>11}"
+                    f"{in_units(int(costs.sent.max()), BYTES):>11}{1e3 * max(seconds):>7.1f} ms"
+                    f"{'  same' if set(sums) == {expected_sum} else '  other'}"
+                    f"{'' if exact else '  differs from the plan'}"
+                )
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from records import recorded
 from timing import conditions
 from torch import distributed as dist
 from torch import nn
@@ -104,18 +105,21 @@ def main() -> None:
     chosen = given.only.lower().split(",")
     names = [name for name in OPTIMIZERS if name.lower() in chosen]
     options = {} if given.to_rank is None else {"to_rank": given.to_rank}
-    print(f"{conditions()}; layout {given.layout}")
-    print(f"{'':<9}{'ranks':>5}{'full':>11}{'growth':>11}{'ratio':>8}{'others':>11}{'ratio':>8}")
-    adamw = moments(decoder())
-    for size in map(int, given.ranks.split(",")):
-        for name, figures in run(size, names, given.layout, options).items():
-            full = max(whole for _, whole in figures)
-            growth = max(grown for grown, whole in figures if whole)
-            others = max((grown for grown, whole in figures if not whole), default=0)
-            print(
-                f"{name:<9}{size:>5}{in_units(full, BYTES):>11}{in_units(growth, BYTES):>11}"
-                f"{growth / adamw:>8.2f}{in_units(others, BYTES):>11}{others / adamw:>8.2f}"
-            )
+    with recorded("full_state"):
+        print(f"{conditions()}; layout {given.layout}")
+        print(
+            f"{'':<9}{'ranks':>5}{'full':>11}{'growth':>11}{'ratio':>8}{'others':>11}{'ratio':>8}"
+        )
+        adamw = moments(decoder())
+        for size in map(int, given.ranks.split(",")):
+            for name, figures in run(size, names, given.layout, options).items():
+                full = max(whole for _, whole in figures)
+                growth = max(grown for grown, whole in figures if whole)
+                others = max((grown for grown, whole in figures if not whole), default=0)
+                print(
+                    f"{name:<9}{size:>5}{in_units(full, BYTES):>11}{in_units(growth, BYTES):>11}"
+                    f"{growth / adamw:>8.2f}{in_units(others, BYTES):>11}{others / adamw:>8.2f}"
+                )
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
+from records import recorded
 from timing import conditions
 from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
@@ -236,10 +237,10 @@ def main() -> None:
     except ImportError:
         sys.exit("benchmarks/gpu.py needs Triton; pip install 'isokron[triton]'")
     major, minor = torch.cuda.get_device_capability()
-    print(f"{torch.cuda.get_device_name()}, sm_{major}{minor}, CUDA {torch.version.cuda}")
-    print(f"{conditions()}, Triton {triton.__version__}")
     torch.manual_seed(0)
-    with torch.no_grad():
+    with torch.no_grad(), recorded("gpu"):
+        print(f"{torch.cuda.get_device_name()}, sm_{major}{minor}, CUDA {torch.version.cuda}")
+        print(f"{conditions()}, Triton {triton.__version__}")
         right = [adamw_is_right(), products_are_right()]
         adamw_table(rounds)
         products_table(rounds)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -62,12 +63,11 @@ def run(task: Task, spec: str, lr: float, seed: int, scale: float = 1.0) -> dict
 
 def study(name: str, records: Records) -> dict[str, tuple[float, list[float]]]:
     """Variant → best learning rate, final losses over seeds."""
-    task = load(name)
     outcome = {}
 
     def final(spec: str, lr: float, seed: int) -> float:
         key = {"task": name, "optimizer": spec, "lr": lr, "seed": seed, "scale": 1.0}
-        record = records.once(partial(run, task, spec, lr, seed), **key)
+        record = records.once(lambda: run(load(name), spec, lr, seed), **key)
         return math.inf if record["final"] is None else record["final"]
 
     for label, spec in VARIANTS.items():
@@ -78,8 +78,36 @@ def study(name: str, records: Records) -> dict[str, tuple[float, list[float]]]:
         spec, lr = VARIANTS[label], outcome[label][0]
         for scale in SCALES:
             key = {"task": name, "optimizer": spec, "lr": lr, "seed": 0, "scale": scale}
-            records.once(partial(run, task, spec, lr, 0, scale), **key)
+            records.once(partial(scaled_run, name, spec, lr, scale), **key)
     return outcome
+
+
+def scaled_run(name: str, spec: str, lr: float, scale: float) -> dict[str, Any]:
+    return run(load(name), spec, lr, 0, scale)
+
+
+def tables(tasks: Sequence[str] = tuple(STEPS)) -> list[str]:
+    """A row per variant; then the loss multiplied."""
+    records = Records("katie")
+    outcomes = {name: study(name, records) for name in tasks}
+    lines = ["| | " + " | ".join(tasks) + " |", "|---" * (1 + len(tasks)) + "|"]
+    for label in VARIANTS:
+        cells = []
+        for name in tasks:
+            lr, finals = outcomes[name][label]
+            cells.append(f"{statistics.fmean(finals):.4f} ± {statistics.stdev(finals):.4f} ({lr:g})"
+                         if math.inf not in finals else "diverged")  # fmt: skip
+        lines.append(f"| {label} | " + " | ".join(cells) + " |")
+    lines += ["", "| loss times | " + " | ".join(f"{scale:g}" for scale in SCALES) + " |"]
+    lines.append("|---|---|---|---|")
+    for name in tasks:
+        for label in ("Katie as it is", "raw statistics"):
+            spec, lr = VARIANTS[label], outcomes[name][label][0]
+            key = {"task": name, "optimizer": spec, "lr": lr, "seed": 0}
+            finals = [records.select(**key, scale=scale)[0]["final"] for scale in SCALES]
+            cells = ["diverged" if final is None else f"{final:.4f}" for final in finals]
+            lines.append(f"| {name}, {label} | " + " | ".join(cells) + " |")
+    return lines
 
 
 def main() -> None:
@@ -89,26 +117,7 @@ def main() -> None:
     parser.add_argument("--task", default=",".join(STEPS))
     args = parser.parse_args()
     torch.set_num_threads(1)
-    records, tasks = Records("katie"), args.task.split(",")
-    outcomes = {name: study(name, records) for name in tasks}
-    print("\n| | " + " | ".join(tasks) + " |\n" + "|---" * (1 + len(tasks)) + "|")
-    for label in VARIANTS:
-        cells = []
-        for name in tasks:
-            lr, finals = outcomes[name][label]
-            cells.append(f"{statistics.fmean(finals):.4f} ± {statistics.stdev(finals):.4f} ({lr:g})"
-                         if math.inf not in finals else "diverged")  # fmt: skip
-        print(f"| {label} | " + " | ".join(cells) + " |")
-    print(
-        "\n| loss times | " + " | ".join(f"{scale:g}" for scale in SCALES) + " |\n|---|---|---|---|"
-    )
-    for name in tasks:
-        for label in ("Katie as it is", "raw statistics"):
-            spec, lr = VARIANTS[label], outcomes[name][label][0]
-            key = {"task": name, "optimizer": spec, "lr": lr, "seed": 0}
-            finals = [records.select(**key, scale=scale)[0]["final"] for scale in SCALES]
-            cells = ["diverged" if final is None else f"{final:.4f}" for final in finals]
-            print(f"| {name}, {label} | " + " | ".join(cells) + " |")
+    print("\n".join(tables(args.task.split(","))))
 
 
 if __name__ == "__main__":

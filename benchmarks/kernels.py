@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import torch
 from products import gram_section, newton_schulz_section
+from records import recorded
 from timing import conditions, interleaved, restart_for_bfloat16
 
 import isokron
@@ -73,10 +74,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=200, help="timed runs per contestant")
     arguments = parser.parse_args()
     restart_for_bfloat16()  # torch.optim.Muon multiplies in bfloat16
-    print(conditions())
-    for name, section in SECTIONS.items():
-        if arguments.only in (None, name):
-            section(arguments.rounds)
+    with recorded("kernels"):
+        print(conditions())
+        for name, section in SECTIONS.items():
+            if arguments.only in (None, name):
+                section(arguments.rounds)
 
 
 if __name__ == "__main__":

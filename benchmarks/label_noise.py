@@ -256,18 +256,21 @@ def measure(noise: str, optimizer: str, seed: int) -> dict[str, Any]:
     return {**facts, **memorized, "rankings": rankings.results}
 
 
-def print_tables(records: Records, noises: list[str], optimizers: list[str]) -> None:
+def tables() -> list[str]:
     """For every optimizer a Markdown table: AUC, its gain over the loss, recall, seconds."""
-    for optimizer in optimizers:
+    records, lines = Records("label_noise"), []
+    noises = list(dict.fromkeys(run["noise"] for run in records.runs))
+    for optimizer in dict.fromkeys(run["optimizer"] for run in records.runs):
         groups = [records.select(noise=noise, optimizer=optimizer) for noise in noises]
+        groups = [runs for runs in groups if runs]
         heads = []
         for runs in groups:
             mean = {key: mean_and_error([run[key] for run in runs]) for key in FACTS}
             share = f"{statistics.mean(run['wrong'] for run in runs) / IMAGES:.0%} wrong"
-            print(f"\n{optimizer}, {share}, {len(runs)} seeds:", mean)
+            lines.append(f"{optimizer}, {share}, {len(runs)} seeds: {mean}")
             heads += [f"{share}: AUC", "less the loss's", "recall"]
-        print(f"| ranking | {' | '.join(heads)} | seconds |")
-        print("|---" * (len(heads) + 2) + "|")
+        lines.append(f"| ranking | {' | '.join(heads)} | seconds |")
+        lines.append("|---" * (len(heads) + 2) + "|")
         rows = []
         for name in groups[0][0]["rankings"]:
             cells: list[str] = []
@@ -283,8 +286,8 @@ def print_tables(records: Records, noises: list[str], optimizers: list[str]) -> 
                 spent += seconds
             row = f"| {name} | {' | '.join(cells)} | {statistics.mean(spent):.1f} |"
             rows.append((statistics.mean(levels), row))
-        for _, row in sorted(rows, reverse=True):
-            print(row)
+        lines += [row for _, row in sorted(rows, reverse=True)]
+    return lines
 
 
 def signed(values: Sequence[float]) -> str:
@@ -317,7 +320,7 @@ def main() -> None:
             for noise in noises:
                 key: dict[str, Any] = {"noise": noise, "optimizer": optimizer, "seed": seed}
                 records.once(partial(measure, **key), **key)
-    print_tables(records, noises, optimizers)
+    print("\n".join(tables()))
 
 
 if __name__ == "__main__":

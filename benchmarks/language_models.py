@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 from pretrained import smollm2, stories15m
+from records import recorded
 from safetensors.torch import load_file
 from timing import conditions
 from torch import Tensor
@@ -210,10 +211,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--keep", type=Path, help="Folder in which runs and pages stay.")
     args = parser.parse_args()
-    print(conditions())
-    print(f"{'':22}{'wall s':>8}{'CPU s':>8}{'GiB':>7}{'Spearman':>9}{'top ten':>12}")
-    for case in args.only:
-        measure(case, args.rounds, args.keep)
+    with recorded("language_models"):
+        print(conditions())
+        print(f"{'':22}{'wall s':>8}{'CPU s':>8}{'GiB':>7}{'Spearman':>9}{'top ten':>12}")
+        for case in args.only:
+            measure(case, args.rounds, args.keep)
 
 
 if __name__ == "__main__":

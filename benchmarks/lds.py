@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 from attribution_quality import curvature_of, kronecker_scores, opened
+from records import recorded
 from safetensors.torch import load_file, save_file
 from timing import conditions
 from torch import Tensor, nn
@@ -114,32 +115,36 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--queries", type=int, default=100)
     args = parser.parse_args()
-    print(conditions())
-    task = perceptron_task()
-    everything = torch.arange(len(task.train))
-    run = opened(task, trained(task, everything, 0))
-    queries = Examples(task.held_out.batch(torch.arange(args.queries)))
-    start = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        theirs = peer_scores(args.kronfluence, Path(folder), run, queries)
-        halves = subsets(args.subsets, len(everything))
-        asked = [queries.batch(torch.arange(args.queries))]
-        losses = retrain(
-            Path(folder) / "models", task, trained, halves, asked, repeats=args.repeats
+    with recorded("lds"):
+        print(conditions())
+        task = perceptron_task()
+        everything = torch.arange(len(task.train))
+        run = opened(task, trained(task, everything, 0))
+        queries = Examples(task.held_out.batch(torch.arange(args.queries)))
+        start = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            theirs = peer_scores(args.kronfluence, Path(folder), run, queries)
+            halves = subsets(args.subsets, len(everything))
+            asked = [queries.batch(torch.arange(args.queries))]
+            losses = retrain(
+                Path(folder) / "models", task, trained, halves, asked, repeats=args.repeats
+            )
+        print(
+            f"{task.name}: {len(everything)} examples, {args.queries} queries, "
+            f"{args.subsets} halves, {args.repeats} models each, "
+            f"{time.perf_counter() - start:.0f} s"
         )
-    print(
-        f"{task.name}: {len(everything)} examples, {args.queries} queries, {args.subsets} halves, "
-        f"{args.repeats} models each, {time.perf_counter() - start:.0f} s"
-    )
-    print(f"{'LDS, labels and damping':24}{'isokron':>16}{'kronfluence':>18}{'difference':>18}  ρ")
-    for name, scores in own_scores(run, queries).items():
-        own = mean_lds(scores, halves, losses)
-        row = f"{name:24}{shown(own):>16}"
-        if name in theirs:
-            other = mean_lds(theirs[name], halves, losses)
-            same = spearman(scores, theirs[name]).mean()
-            row += f"{shown(other):>18}{shown(own - other):>18}  {float(same):.4f}"
-        print(row, flush=True)
+        print(
+            f"{'LDS, labels and damping':24}{'isokron':>16}{'kronfluence':>18}{'difference':>18}  ρ"
+        )
+        for name, scores in own_scores(run, queries).items():
+            own = mean_lds(scores, halves, losses)
+            row = f"{name:24}{shown(own):>16}"
+            if name in theirs:
+                other = mean_lds(theirs[name], halves, losses)
+                same = spearman(scores, theirs[name]).mean()
+                row += f"{shown(other):>18}{shown(own - other):>18}  {float(same):.4f}"
+            print(row, flush=True)
 
 
 if __name__ == "__main__":

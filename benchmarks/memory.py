@@ -1,28 +1,27 @@
 """Bytes of optimizer state and final losses, in float32 and in fewer bits.
 
-    python benchmarks/memory.py [--out docs/benchmarks/memory.json] [--seeds 3] [--print]
+    python benchmarks/memory.py [--task digits-tiny] [--seeds 3] [--print]
 
 Trains every task with every optimizer by one thread, at one learning rate, and prints the tables of
-docs/memory.md. Every run is written when it ends, so that a stopped benchmark goes on where it was;
---print only prints what there is.
+docs/memory.md. Runs are in docs/benchmarks/memory.json, written after each; what is there is not
+trained again. --print only prints what there is.
 """
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import cache, partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
+from records import Records
 from torch import Tensor, nn
 from torch.func import functional_call
 
 import isokron
 from isokron import tasks
-from isokron.files import write_json
 from isokron.optimizers_by_name import Entrant
 from isokron.race.train import optimizer_bytes, train
 from isokron.tasks import Task
@@ -70,61 +69,66 @@ def entrant(name: str, form: str) -> Entrant:
         settings = {key: value for key, value in settings.items() if key != "factor_dtype"}
 
     def build(model: nn.Module, lr: float) -> torch.optim.Optimizer:
-        made: torch.optim.Optimizer = optimizer(isokron.param_groups(model, **settings), lr=lr)
-        return made
+        built: torch.optim.Optimizer = optimizer(isokron.param_groups(model, **settings), lr=lr)
+        return built
 
     return Entrant(f"{name}, {form}", build, (lr,))
 
 
-def counted(task: str, name: str, form: str) -> int:
+def counted(task: str, optimizer: str, form: str) -> dict[str, int]:
     """Bytes of state after one step."""
-    model = tasks.load(task).model()
-    optimizer = entrant(name, form).build(model, 1e-3)
+    model = load(task).model()
+    built = entrant(optimizer, form).build(model, 1e-3)
     for param in model.parameters():
         param.grad = torch.ones_like(param)
-    optimizer.step()
-    return optimizer_bytes(optimizer)
+    built.step()
+    return {"bytes": optimizer_bytes(built)}
 
 
-def planned(seeds: int) -> Iterable[tuple[str, str, str, int]]:
+@cache
+def load(name: str) -> Task:
+    return replace(tasks.load(name), sample=None)
+
+
+def trained(task: str, optimizer: str, form: str, seed: int) -> dict[str, float]:
+    """The final evaluation loss."""
+    narrow = FORMS[form][1]
+    loaded = replace(load(task), model=in_bfloat16(load(task).model)) if narrow else load(task)
+    run = train(loaded, entrant(optimizer, form), OPTIMIZERS[optimizer][1], seed, STEPS[task])
+    return {"final": run.final}
+
+
+def planned(names: Iterable[str], seeds: int) -> Iterable[dict[str, Any]]:
     """Task, optimizer, form and seed of every run."""
-    for seed in range(seeds):
-        for task in STEPS:
-            for name in OPTIMIZERS:
-                for form, (_, narrow) in FORMS.items():
-                    if not narrow or (task in IN_BFLOAT16 and name != "Katie"):
-                        yield task, name, form, seed
+    for seed, task, name in product(range(seeds), names, OPTIMIZERS):
+        for form, (_, narrow) in FORMS.items():
+            if not narrow or (task in IN_BFLOAT16 and name != "Katie"):
+                yield {"task": task, "optimizer": name, "form": form, "seed": seed}
 
 
-def measure(out: Path, seeds: int) -> None:
-    """Run what is missing in a file."""
-    results: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    bytes_of = results.setdefault("bytes", {})
-    losses = results.setdefault("losses", {})
-    for case in product((MEASURED, *STEPS), OPTIMIZERS, ("float32", "small")):
-        bytes_of[", ".join(case)] = counted(*case)
-    write_json(out, results)
-    loaded: dict[str, Task] = {}
-    for task_name, name, form, seed in planned(seeds):
-        key = f"{task_name}, {name}, {form}"
-        if str(seed) in losses.setdefault(key, {}):
-            continue
-        task = loaded.setdefault(task_name, replace(tasks.load(task_name), sample=None))
-        if FORMS[form][1]:
-            task = replace(task, model=in_bfloat16(task.model))
-        run = train(task, entrant(name, form), OPTIMIZERS[name][1], seed, STEPS[task_name])
-        losses[key][str(seed)] = run.final
-        print(f"{key}, seed {seed}: {run.final:.4f} {run.message or ''}", flush=True)
-        write_json(out, results)
+def measure(names: Iterable[str], seeds: int) -> None:
+    """Run what is missing in the records."""
+    records = Records("memory")
+    counts = [run for run in records.runs if "bytes" in run]
+    for task, name, form in product((MEASURED, *names), OPTIMIZERS, ("float32", "small")):
+        size_of = {"task": task, "optimizer": name, "form": form}
+        if not any(size_of.items() <= run.items() for run in counts):
+            records.runs.append({**size_of, **counted(task, name, form)})
+    for key in planned(names, seeds):
+        records.once(partial(trained, **key), **key)
 
 
-def tables(results: dict[str, Any]) -> str:
+def tables() -> list[str]:
     """Markdown: bytes and losses of float32 and small state, and of bfloat16 parameters."""
-    bytes_of, losses = results["bytes"], results["losses"]
+    records = Records("memory")
 
-    def loss(key: str) -> str:
-        values = list(losses.get(key, {}).values())
+    def of_size(task: str, name: str, form: str) -> int | None:
+        runs = records.select(task=task, optimizer=name, form=form)
+        return next((run["bytes"] for run in runs if "bytes" in run), None)
+
+    def loss(task: str, name: str, form: str) -> str:
+        runs = records.select(task=task, optimizer=name, form=form)
+        values = [run["final"] for run in runs if "final" in run]
         if not values:
             return "–"
         spread = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
@@ -132,37 +136,42 @@ def tables(results: dict[str, Any]) -> str:
 
     columns = ("task", "optimizer", "MiB, float32", "small", "ratios to AdamW in float32")
     lines = [f"| {' | '.join(columns)} | loss, float32 | small |", "|---|---|---|---|---|---|---|"]
-    for task in (MEASURED, *STEPS):
-        for name in OPTIMIZERS:
-            keys = [f"{task}, {name}, {form}" for form in ("float32", "small")]
-            if not all(key in bytes_of for key in keys):
-                continue
-            sizes = [bytes_of[key] for key in keys]
-            ratios = [size / bytes_of[f"{task}, AdamW, float32"] for size in sizes]
-            cells = [f"{size / 2**20:.2f}" for size in sizes]
-            cells += [f"{ratios[0]:.2f}, {ratios[1]:.2f}", *map(loss, keys)]
-            lines.append(f"| {task} | {name} | {' | '.join(cells)} |")
+    for task, name in product((MEASURED, *STEPS), OPTIMIZERS):
+        sizes = [of_size(task, name, form) for form in ("float32", "small")]
+        adamw = of_size(task, "AdamW", "float32")
+        if adamw is None or sizes[0] is None or sizes[1] is None:
+            continue
+        cells = [f"{size / 2**20:.2f}" for size in sizes if size is not None]
+        cells.append(", ".join(f"{size / adamw:.2f}" for size in sizes if size is not None))
+        cells += [loss(task, name, form) for form in ("float32", "small")]
+        lines.append(f"| {task} | {name} | {' | '.join(cells)} |")
+    for name in OPTIMIZERS:
+        finals = {form: {(run["task"], run["seed"]): run["final"]
+                         for run in records.select(optimizer=name, form=form) if "final" in run}
+                  for form in ("float32", "small")}  # fmt: skip
+        both = finals["float32"].keys() & finals["small"].keys()
+        change = max((abs(finals["small"][k] - finals["float32"][k]) for k in both), default=0.0)
+        lines.append(f"{name}: losses of a seed differ by at most {change:.4f}")
     forms = ["float32", *(form for form, (_, narrow) in FORMS.items() if narrow)]
     lines += ["", f"| task | optimizer | {' | '.join(forms)} |", "|---|---|---|---|---|"]
-    for task in IN_BFLOAT16:
-        for name in ("AdamW", "SOAP"):
-            cells = [loss(f"{task}, {name}, {form}") for form in forms]
-            lines.append(f"| {task} | {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    for task, name in product(IN_BFLOAT16, ("AdamW", "SOAP")):
+        cells = [loss(task, name, form) for form in forms]
+        lines.append(f"| {task} | {name} | {' | '.join(cells)} |")
+    return lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks/memory.json"))
+    parser.add_argument("--task", default=",".join(STEPS))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--print", action="store_true", help="print the tables of a file")
+    parser.add_argument("--print", action="store_true", help="print the tables of the records")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if not options.print:
-        measure(options.out, options.seeds)
-    print(tables(json.loads(options.out.read_text())))
+        measure(options.task.split(","), options.seeds)
+    print("\n".join(tables()))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import time
 from typing import Any
 
 import torch
+from records import recorded
 from timing import conditions
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -83,19 +84,20 @@ def main() -> None:
     options = parser.parse_args()
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    print(f"{conditions()}; {options.steps} steps, lr {options.lr:g}, AdamW lr {ADAMW_LR:g}\n")
-    for name in options.task.split(","):
-        task = load(name)
-        print(f"| {name} | final loss | step, × AdamW | statistics, MB | clipped |")
-        print("|---|---|---|---|---|")
-        yardstick = measured(task, "adamw", ADAMW_LR, options.steps)
-        print(f"| adamw | {yardstick['loss']:.4f} | 1 | – | – |")
-        for spec in SETTINGS:
-            row = measured(task, spec, options.lr, options.steps)
-            ratio = row["seconds"] / yardstick["seconds"]
-            shares = f"{row['bytes'] / 1e6:.2f} | {row['clipped']:.1%}"
-            print(f"| `{spec}` | {row['loss']:.4f} | {ratio:.2f} | {shares} |", flush=True)
-        print()
+    with recorded("natural"):
+        print(f"{conditions()}; {options.steps} steps, lr {options.lr:g}, AdamW lr {ADAMW_LR:g}\n")
+        for name in options.task.split(","):
+            task = load(name)
+            print(f"| {name} | final loss | step, × AdamW | statistics, MB | clipped |")
+            print("|---|---|---|---|---|")
+            yardstick = measured(task, "adamw", ADAMW_LR, options.steps)
+            print(f"| adamw | {yardstick['loss']:.4f} | 1 | – | – |")
+            for spec in SETTINGS:
+                row = measured(task, spec, options.lr, options.steps)
+                ratio = row["seconds"] / yardstick["seconds"]
+                shares = f"{row['bytes'] / 1e6:.2f} | {row['clipped']:.1%}"
+                print(f"| `{spec}` | {row['loss']:.4f} | {ratio:.2f} | {shares} |", flush=True)
+            print()
 
 
 if __name__ == "__main__":

@@ -116,6 +116,20 @@ def run_study(records: Records, data: str, name: str, models: Path, count: int, 
             records.once(partial(measured, curvature, damping), **key)
 
 
+def tables() -> list[str]:
+    """LDS at the best damping, a row per optimizer and a column per curvature."""
+    records = Records("optimizer_curvature")
+    lines = ["| task | optimizer | gradients | K-FAC | EK-FAC | its own |", "|---" * 6 + "|"]
+    for task, name in dict.fromkeys((run["task"], run["optimizer"]) for run in records.runs):
+        cells = []
+        for curvature in ("gradients", "kfac", "ekfac", "optimizer"):
+            runs = records.select(task=task, optimizer=name, curvature=curvature)
+            best = max(runs, key=lambda run: run["lds"], default=None)
+            cells.append(f"{best['lds']:.3f} ± {best['error']:.3f}" if best else "–")
+        lines.append(f"| {task} | {name} | " + " | ".join(cells) + " |")
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tasks", default=",".join(TASKS))
@@ -129,6 +143,7 @@ def main() -> None:
     for data in args.tasks.split(","):
         for name in args.optimizers.split(","):
             run_study(records, data, name, models, args.subsets, args.queries)
+    print("\n".join(tables()))
 
 
 if __name__ == "__main__":

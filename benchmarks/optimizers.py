@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 import torch
+from records import recorded
 from timing import conditions, interleaved
 from torch import Tensor
 
@@ -311,22 +312,23 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="timed cycles; twice that at every=1")
     args = parser.parse_args()
     only = [word for word in args.only.split(",") if word]
-    print(conditions())
-    for case in args.case.split(","):
-        shapes = CASES[case]
-        matrices = [shape for shape in shapes if len(shape) == 2]
-        unit = sum(m * n * (m + n) for m, n in matrices)
-        for every in map(int, args.every.split(",")):
-            for method in args.method.split(","):
-                torch.manual_seed(0)
-                contestants = line_up(method, sample_gradients(shapes, 5), every, only)
-                peak = race(contestants, every, args.rounds if every > 1 else 2 * args.rounds)
-                flops = UNITS[method] * unit
-                print(
-                    f"\n{method}, case {case}, every={every}: {flops / 1e9:.1f} GFLOP a step, "
-                    f"{1e3 * flops / peak:.1f} ms at {peak / 1e9:.0f} GFLOP/s"
-                )
-                report(contestants, flops, peak)
+    with recorded("optimizers"):
+        print(conditions())
+        for case in args.case.split(","):
+            shapes = CASES[case]
+            matrices = [shape for shape in shapes if len(shape) == 2]
+            unit = sum(m * n * (m + n) for m, n in matrices)
+            for every in map(int, args.every.split(",")):
+                for method in args.method.split(","):
+                    torch.manual_seed(0)
+                    contestants = line_up(method, sample_gradients(shapes, 5), every, only)
+                    peak = race(contestants, every, args.rounds if every > 1 else 2 * args.rounds)
+                    flops = UNITS[method] * unit
+                    print(
+                        f"\n{method}, case {case}, every={every}: {flops / 1e9:.1f} GFLOP a step, "
+                        f"{1e3 * flops / peak:.1f} ms at {peak / 1e9:.0f} GFLOP/s"
+                    )
+                    report(contestants, flops, peak)
 
 
 if __name__ == "__main__":

@@ -420,13 +420,19 @@ def found_by_loss(
     return {"median": middle, "lower": mean(found[False]), "higher": mean(found[True])}
 
 
-def print_results(answers: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]]) -> None:
+def lines_of(answers: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Every answer before and after fine-tuning; then recalls, a line per method."""
+    lines = []
     for answer in answers:
         losses = " → ".join(f"{loss:.2f}" for loss in answer["loss"])
         written = " → ".join(repr(text) for text in answer["written"])
-        print(f"{answer['fact']:14}{answer['group']:9}{losses:16}{written}")
+        lines.append(f"{answer['fact']:14}{answer['group']:9}{losses:16}{written}")
+    for group in dict.fromkeys(answer["group"] for answer in answers):
+        pairs = [answer["loss"] for answer in answers if answer["group"] == group]
+        losses = " → ".join(f"{mean(values):.2f}" for values in zip(*pairs, strict=True))
+        lines.append(f"mean loss, {group}: {losses}")
     for learned in (False, True):
-        print("\nfacts that the model learned" if learned else "\nall facts")
+        lines.append("facts that the model learned" if learned else "all facts")
         for method in dict.fromkeys(row["method"] for row in rows):
             cells = [
                 f"{row['group']} ({row['facts']}) "
@@ -434,7 +440,14 @@ def print_results(answers: Sequence[dict[str, Any]], rows: Sequence[dict[str, An
                 for row in rows
                 if (row["method"], row["learned_only"]) == (method, learned)
             ]
-            print(f"{method:32}{'   '.join(cells)}")
+            lines.append(f"{method:32}{'   '.join(cells)}")
+    return lines
+
+
+def tables() -> list[str]:
+    """The lines of the recorded study."""
+    records = Records("planted_facts")
+    return lines_of(records.facts["answers"], records.runs)
 
 
 def main() -> None:
@@ -454,7 +467,7 @@ def main() -> None:
     answers = answers_of(study)
     ranks = ranks_by_method(study)
     rows = table(answers, ranks)
-    print_results(answers, rows)
+    print("\n".join(lines_of(answers, rows)))
     losses = once(study.folder, "answer_losses", study.answer_losses)["losses"]
     found = found_by_loss(losses, ranks["isokron, default"])
     print(f"\nwordings found in the first 10, by the loss of their answers: {found}")

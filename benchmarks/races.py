@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from records import recorded
 from timing import conditions
 
 STEPS = {
@@ -67,11 +68,12 @@ def main() -> None:
     if unknown := set(tasks) - set(STEPS):
         parser.error(f"--task must be of {', '.join(STEPS)}, got {', '.join(sorted(unknown))}")
     results = {task: race(task, args.optimizers, args.seeds, args.out / task) for task in tasks}
-    print(f"\n{conditions()}, {args.seeds} seeds")
-    print("| task | optimizer | lr | final loss | shortest schedule | its time |")
-    print("|---|---|---|---|---|---|")
-    for task, result in results.items():
-        print("\n".join(rows(task, result)))
+    with recorded("races"):
+        print(f"\n{conditions()}, {args.seeds} seeds")
+        print("| task | optimizer | lr | final loss | shortest schedule | its time |")
+        print("|---|---|---|---|---|---|")
+        for task, result in results.items():
+            print("\n".join(rows(task, result)))
 
 
 if __name__ == "__main__":

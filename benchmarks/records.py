@@ -1,9 +1,14 @@
-"""Results of a study on disk: one record per run, written as soon as it is known."""
+"""Results on disk: the runs of a study, one by one, or the output that a script prints."""
 
 from __future__ import annotations
 
+import datetime
+import io
 import json
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +16,16 @@ from timing import conditions
 
 from isokron.files import write_atomically
 
-FOLDER = Path(__file__).parent.parent / "docs" / "benchmarks"
+# `make bench QUICK=1` writes elsewhere, so that it never replaces what pages cite
+FOLDER = Path(
+    os.environ.get("ISOKRON_BENCHMARKS", Path(__file__).parent.parent / "docs" / "benchmarks")
+)
 
 
 class Records:
     """The file docs/benchmarks/NAME.json: facts about the study, and its runs, one per line."""
+
+    frozen = False  # True: `once` never computes, and raises KeyError for a run that is missing
 
     def __init__(self, name: str) -> None:
         self.path = FOLDER / f"{name}.json"
@@ -34,6 +44,8 @@ class Records:
         saved = self.select(**key)
         if saved:
             return saved[0]
+        if self.frozen:
+            raise KeyError(f"{self.path.name} has no run with {key}")
         run = {**key, **compute()}
         self.runs.append(run)
         self.save()
@@ -46,3 +58,31 @@ class Records:
         head = json.dumps({**self.facts, "conditions": conditions()}, indent=1)[:-2]
         lines = ",\n".join(json.dumps(run) for run in self.runs)
         write_atomically(self.path, [f'{head},\n "runs": [\n{lines}\n ]\n}}\n'.encode()])
+
+
+class _Copied(io.StringIO):
+    """Text that is also printed."""
+
+    def write(self, text: str) -> int:
+        sys.__stdout__.write(text)  # type: ignore[union-attr]
+        return super().write(text)
+
+    def flush(self) -> None:
+        sys.__stdout__.flush()  # type: ignore[union-attr]
+
+
+@contextmanager
+def recorded(name: str) -> Iterator[None]:
+    """Print as always, and write the lines as a run of NAME.json, one run per command line.
+
+    Nothing is written if the script fails.
+    """
+    output = _Copied()
+    with redirect_stdout(output):
+        yield
+    records, arguments = Records(name), " ".join(sys.argv[1:])
+    records.runs = [run for run in records.runs if run["arguments"] != arguments]
+    today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
+    lines = [line for line in output.getvalue().splitlines() if line.strip()]
+    records.runs.append({"arguments": arguments, "date": today, "printed": lines})
+    records.save()

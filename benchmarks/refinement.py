@@ -13,6 +13,7 @@ All runs are in docs/benchmarks/refinement.json.
 """
 
 import argparse
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -158,6 +159,40 @@ def run_study(records: Records, name: str, models: Path, count: int, asked: int)
                 records.once(partial(measured, attributor, damping, refine), **key)
 
 
+def tables() -> list[str]:
+    """LDS by study, curvature and damping, a column per number of steps; then the cost of steps."""
+    records = Records("refinement")
+    lines = ["| study | curvature | halves, queries | damping | fitted | 2 | 5 | 10 |"]
+    lines.append("|---" * 8 + "|")
+    keys = ("study", "method", "fisher", "subsets", "queries", "damping")
+    costs: dict[tuple[str, str, str], dict[int, list[float]]] = {}
+    fits = [run for run in records.runs if "damping" in run]
+    for key in dict.fromkeys(tuple(run[name] for name in keys) for run in fits):
+        runs = records.select(**dict(zip(keys, key, strict=True)))
+        by_steps = {run["refine"]: run for run in runs}
+        cells = [f"{by_steps[n]['lds']:.4f}" if n in by_steps else "–" for n in (0, 2, 5, 10)]
+        study, method, fisher, halves, queries, damping = key
+        lines.append(f"| {study} | {method}, {fisher} | {halves}, {queries} | {damping:g} | "
+                     f"{' | '.join(cells)} |")  # fmt: skip
+        for run in runs:
+            ratios = costs.setdefault((study, method, fisher), {}).setdefault(run["refine"], [])
+            ratios.append(run["seconds"] / by_steps[0]["seconds"])
+    lines += [
+        "",
+        "| CPU time, median over dampings | fitted | 2 | 5 | 10 |",
+        "|---|---|---|---|---|",
+    ]
+    for names, ratios_by_steps in costs.items():
+        medians = [statistics.median(ratios) for ratios in ratios_by_steps.values()]
+        lines.append(f"| {', '.join(names)} | {' | '.join(f'{m:.1f}' for m in medians)} |")
+    for study in dict.fromkeys(run["study"] for run in fits):
+        errors = [run["error"] for run in fits if run["study"] == study]
+        lines.append(f"| {study}, standard errors | {min(errors):.2f} to {max(errors):.2f} |")
+    for run in records.select(method="hessian"):
+        lines.append(f"| {run['study']}, the full Hessian | {run['lds']:.3f} |")
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default=",".join(STUDIES))
@@ -169,6 +204,7 @@ def main() -> None:
     records = Records("refinement")
     for name in args.only.split(","):
         run_study(records, name, models, args.subsets, args.queries)
+    print("\n".join(tables()))
 
 
 if __name__ == "__main__":

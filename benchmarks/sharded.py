@@ -7,8 +7,10 @@ import argparse
 import statistics
 import tempfile
 import time
+from pathlib import Path
 
 import torch
+from records import recorded
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -79,14 +81,15 @@ def rank_main(rank: int, ranks: int, steps: int, folder: str) -> None:
             optimizer.step()
             seconds[name].append(time.perf_counter() - start)
     if rank == 0:
-        print(f"{ranks} ranks, gloo, medians of {steps} interleaved steps")
-        print(f"{'':22}{'moments MB':>12}{'gradients MB':>14}{'backward + step ms':>20}")
+        lines = [f"{ranks} ranks, gloo, medians of {steps} interleaved steps"]
+        lines.append(f"{'':22}{'moments MB':>12}{'gradients MB':>14}{'backward + step ms':>20}")
         first = statistics.median(seconds[NAMES[0]][3:])
         for name in NAMES:
             moments, grads = measure(*contenders[name])
             median = statistics.median(seconds[name][3:])
             ratio = f"{1000 * median:13.1f} ({median / first:.2f}×)"
-            print(f"{name:22}{moments:12.1f}{grads:14.1f}{ratio}")
+            lines.append(f"{name:22}{moments:12.1f}{grads:14.1f}{ratio}")
+        Path(folder, "table.txt").write_text("\n".join(lines))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -96,9 +99,10 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=20)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, recorded("sharded"):
         settings = (arguments.ranks, arguments.steps, folder)
         spawn(rank_main, settings, nprocs=arguments.ranks)
+        print(Path(folder, "table.txt").read_text())
 
 
 if __name__ == "__main__":

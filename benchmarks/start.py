@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from records import recorded
 from timing import conditions
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -81,10 +82,11 @@ def main() -> None:
     parser.add_argument("--races", type=Path)
     parser.add_argument("--seeds", type=int, default=3)
     given = parser.parse_args()
-    print(conditions())
-    cosines()
-    if given.races:
-        race(given.races, given.seeds)
+    with recorded("start"):
+        print(conditions())
+        cosines()
+        if given.races:
+            race(given.races, given.seeds)
 
 
 if __name__ == "__main__":

@@ -84,6 +84,17 @@ def measure(spec: str, layers: int, steps: int) -> dict[str, float]:
     }
 
 
+def tables(layers: int | None = None) -> list[str]:
+    """A row per optimizer, at this number of layers or at all that were measured."""
+    lines = ["| optimizer | median step | longest | mean | products, of peak | state |"]
+    lines.append("|---|---|---|---|---|---|")
+    for run in Records("step_135m").select(**({} if layers is None else {"layers": layers})):
+        times = " | ".join(f"{run[key]:.2f} s" for key in ("median", "longest", "mean"))
+        lines.append(f"| {run['optimizer']} | {times} | {run['of_peak']:.0%} "
+                     f"| {run['state_bytes'] / 2**20:,.0f} MiB |")  # fmt: skip
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -101,12 +112,7 @@ def main() -> None:
         run = {"optimizer": spec, "layers": args.layers, **measure(spec, args.layers, args.steps)}
         records.runs.append(run)
         records.save()
-    print("| optimizer | median step | longest | mean | products, of peak | state |")
-    print("|---|---|---|---|---|---|")
-    for run in records.select(layers=args.layers):
-        times = " | ".join(f"{run[key]:.2f} s" for key in ("median", "longest", "mean"))
-        print(f"| {run['optimizer']} | {times} | {run['of_peak']:.0%} "
-              f"| {run['state_bytes'] / 2**20:,.0f} MiB |")  # fmt: skip
+    print("\n".join(tables(args.layers)))
 
 
 if __name__ == "__main__":

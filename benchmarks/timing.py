@@ -36,8 +36,10 @@ def interleaved(
 
 def conditions() -> str:
     """The machine, threads and torch version a figure was taken with."""
-    import torch  # not above: what JAX does is timed where there is no torch
-
+    try:
+        import torch  # not above: what JAX does is timed where there is no torch
+    except ImportError:
+        return machine()
     capability = torch.backends.cpu.get_cpu_capability()
     return (
         f"{machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}, {capability}"

@@ -207,6 +207,28 @@ def evaluated(study: Study, records: Records, queries: int, count: int) -> dict[
     return result
 
 
+def tables() -> list[str]:
+    """LDS of the methods, a row per case; then times, also as multiples of one training."""
+    records = Records("unroll")
+    lines = ["| case | loss | unrolled | EK-FAC | gradients | error |", "|---" * 6 + "|"]
+    for run in records.select(kind="quality"):
+        case = CASES[run["case"]]
+        label = f"{case.task}, {case.optimizer}, lr {case.lr:g}, {run['queries']} queries"
+        cells = [f"{run[name]:.3f} ± {run[name + ' ±']:.3f}"
+                 for name in ("unroll", "ekfac", "gradients")]  # fmt: skip
+        lines.append(f"| {label}, {run['subsets']} subsets | {run['loss']:.3f} | "
+                     f"{' | '.join(cells)} | {run['error']:.2f} |")  # fmt: skip
+    lines += ["", "| case | training | one query | each further query |", "|---|---|---|---|"]
+    for run in records.select(kind="times"):
+        case, train = CASES[run["case"]], run["train"]
+        further = (run["unroll all"] - run["unroll one"]) / (run["queries"] - 1)
+        cells = [f"{seconds:.2f} s, {seconds / train:.1f} trainings"
+                 for seconds in (run["unroll one"], further)]  # fmt: skip
+        lines.append(f"| {case.task}, {case.steps} steps of {case.optimizer}, lr {case.lr:g} "
+                     f"| {train:.2f} s | {' | '.join(cells)} |")  # fmt: skip
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -226,6 +248,7 @@ def main() -> None:
             records.once(study.times, **size, kind="times")
         quality = partial(evaluated, study, records, args.queries, args.subsets)
         records.once(quality, **size, kind="quality", subsets=args.subsets)
+    print("\n".join(tables()))
 
 
 if __name__ == "__main__":

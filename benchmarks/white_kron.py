@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from records import recorded
 from timing import interleaved
 
 from isokron.race.race import machine
@@ -190,14 +191,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15, help="timed steps of each contestant")
     parser.add_argument("--compilations", type=int, default=3, help="of each contestant in jax")
     arguments = parser.parse_args()
-    for name, section in SECTIONS.items():
-        if arguments.only in (None, name):
-            section(
-                arguments.case.split(","),
-                arguments.method.split(","),
-                arguments.rounds,
-                arguments.compilations,
-            )
+    with recorded("white_kron"):
+        for name, section in SECTIONS.items():
+            if arguments.only in (None, name):
+                section(
+                    arguments.case.split(","),
+                    arguments.method.split(","),
+                    arguments.rounds,
+                    arguments.compilations,
+                )
 
 
 if __name__ == "__main__":

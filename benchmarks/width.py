@@ -18,6 +18,7 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -107,23 +108,52 @@ def main() -> None:
     parser.add_argument("--optimizers", default=",".join(CLASSES))
     args = parser.parse_args()
     torch.set_num_threads(1)
-    records = Records("width")
     optimizers = args.optimizers.split(",")
     widths = [int(width) for width in args.widths.split(",")]
-    base = {name: sweep(records, name, BASE, False, range(-9, -4)) for name in optimizers}
-    sweeps: dict[tuple[str, int, bool], Losses] = {}
-    for width in widths:
-        for scaled in (True, False):
-            for name in optimizers:
-                best = best_rate(base[name])
-                # without base_shapes the best rate falls as a power of the width, from ½ to 1
-                middle = best if scaled else best - round(0.7 * math.log2(width / BASE))
-                start = dict.fromkeys((*neighbours(middle), middle, best))
-                sweeps[name, width, scaled] = sweep(records, name, width, scaled, start)
-    print_table(base, sweeps)
-    print_changes(records, optimizers, (128, 256, 512))
+    base, sweeps = swept(Records("width"), optimizers, widths)
+    print("\n".join(tables(optimizers, widths)))
     svg = standalone(plot(base, sweeps, max(widths)))
     write_atomically(FOLDER.parent / "width.svg", [svg.encode()])
+
+
+Sweeps = dict[tuple[str, int, bool], Losses]  # by optimizer, width, with base_shapes or without
+
+
+def swept(
+    records: Records, optimizers: Sequence[str], widths: Sequence[int]
+) -> tuple[dict[str, Losses], Sweeps]:
+    """Sweeps at the base width, and at the others with base_shapes and without."""
+    base = {name: sweep(records, name, BASE, False, range(-9, -4)) for name in optimizers}
+    sweeps: Sweeps = {}
+    for width, scaled, name in product(widths, (True, False), optimizers):
+        best = best_rate(base[name])
+        # without base_shapes the best rate falls as a power of the width, from ½ to 1
+        middle = best if scaled else best - round(0.7 * math.log2(width / BASE))
+        start = dict.fromkeys((*neighbours(middle), middle, best))
+        sweeps[name, width, scaled] = sweep(records, name, width, scaled, start)
+    return base, sweeps
+
+
+def tables(
+    optimizers: Sequence[str] = tuple(CLASSES), widths: Sequence[int] = (256, 512)
+) -> list[str]:
+    """Best rates with their losses; the loss at the base's best rate; changes of outputs."""
+    records = Records("width")
+    base, sweeps = swept(records, optimizers, widths)
+    columns = list(product(widths, (True, False)))
+    heads = [f"{width}, {'base_shapes' if scaled else 'without'}" for width, scaled in columns]
+    lines = [f"| best rate, loss | {BASE} | {' | '.join(heads)} |", "|---" * (2 + len(heads)) + "|"]
+    for name in optimizers:
+        best = [base[name], *(sweeps[name, *column] for column in columns)]
+        cells = [f"2^{best_rate(losses)}, {min(losses.values()):.4f}" for losses in best]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    lines += ["", f"| at the best rate of {BASE} | {' | '.join(optimizers)} |"]
+    lines.append("|---" * (1 + len(optimizers)) + "|")
+    for (width, scaled), head in zip(columns, heads, strict=True):
+        at_best = [sweeps[name, width, scaled].get(best_rate(base[name])) for name in optimizers]
+        cells = ["not run" if loss is None else f"{loss:.4f}" for loss in at_best]
+        lines.append(f"| {head} | {' | '.join(cells)} |")
+    return [*lines, "", *change_table(records, optimizers, (128, *widths))]
 
 
 def output_change(optimizer: str, width: int) -> dict[str, Any]:
@@ -150,10 +180,10 @@ def output_change(optimizer: str, width: int) -> dict[str, Any]:
     return {"change": math.exp(statistics.fmean(logs))}
 
 
-def print_changes(records: Records, optimizers: Sequence[str], widths: Sequence[int]) -> None:
+def change_table(records: Records, optimizers: Sequence[str], widths: Sequence[int]) -> list[str]:
     """By which factor outputs change more than at the base width, and what lr_scale assumes."""
-    print("\n| | " + " | ".join(f"{width}: measured | rule" for width in widths) + " |")
-    print("|---" * (1 + 2 * len(widths)) + "|")
+    lines = ["| | " + " | ".join(f"{width}: measured | rule" for width in widths) + " |"]
+    lines.append("|---" * (1 + 2 * len(widths)) + "|")
     for name in optimizers:
         changes = {
             width: records.once(
@@ -167,28 +197,11 @@ def print_changes(records: Records, optimizers: Sequence[str], widths: Sequence[
             by_name = {n: g for g in CLASSES[name](groups).param_groups for n in g["param_names"]}
             scale = by_name["blocks.0.query.weight"]["lr_scale"]
             cells.append(f"{changes[width] / changes[BASE]:.2f} | {1 / scale:.2f}")
-        print(f"| {name} | " + " | ".join(cells) + " |")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return lines
 
 
-def print_table(base: dict[str, Losses], sweeps: dict[tuple[str, int, bool], Losses]) -> None:
-    """Best rate (and loss) at the base; then what the base's best rate costs at other widths."""
-    print("| | width | base_shapes | best rate | of the base's | loss | at the base's best rate |")
-    print("|---" * 7 + "|")
-    for name, losses in base.items():
-        best = best_rate(losses)
-        print(f"| {name} | {BASE} | | 2^{best} | 1 | {losses[best]:.3f} | |")
-        for (swept, width, scaled), at_width in sorted(sweeps.items(), key=lambda item: item[0][1]):
-            if swept != name:
-                continue
-            rate = best_rate(at_width)
-            cost = f"{at_width[best]:.3f}" if best in at_width else "not run"
-            print(
-                f"| {name} | {width} | {'yes' if scaled else 'no'} | 2^{rate} | "
-                f"{2.0 ** (rate - best):g} | {at_width[rate]:.3f} | {cost} |"
-            )
-
-
-def plot(base: dict[str, Losses], sweeps: dict[tuple[str, int, bool], Losses], width: int) -> Plot:
+def plot(base: dict[str, Losses], sweeps: Sweeps, width: int) -> Plot:
     """Excess loss over the best of its sweep, by rate relative to the best at the base width."""
     lines, marks = [], []
     for colour, name in enumerate(base):
