@@ -160,7 +160,7 @@ class Preconditioned(torch.optim.Optimizer):
     def step_checked(self) -> None:
         """A step whose gradients are known to be usable."""
         if self._recorder is not None:
-            self._recorder.updates.clear()
+            self._recorder.begin_step()
         for group, layout in zip(self.param_groups, self._current_layouts(), strict=True):
             note_peak_(group)
             before = layout.averages.before() if layout.averages else []

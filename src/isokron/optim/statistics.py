@@ -25,10 +25,11 @@ from isokron.optim.quantization import dequantize
 Group = Mapping[str, Any]
 Statistics = dict[str, float | int | None]
 
-# AdamW's step is bound by memory, and to read its moments once more takes a third of it. Of a
-# longer list about so many elements are sampled, in evenly spaced chunks of whole cache lines.
-SAMPLE = 1 << 16
-CHUNK = 64
+# To read an update or AdamW's moments once more takes up to a third of a step that is bound by
+# memory. Of more elements about so many are sampled, in evenly spaced chunks of whole cache lines.
+SAMPLE = 1 << 14
+CHUNK = 32
+LOOK_EVERY = 10  # steps between looks at factors, which are more memory than the update is
 WHOLE_SIZE = 384  # from here on only the lower triangle of a covariance is kept up to date
 
 
@@ -45,28 +46,51 @@ class Recorder:
 
     updates: batch → sums over its blocks, see `record`, and the number of their elements.
     moments: list of AdamW → views of the moments that its update is estimated by.
+    conditions: batch → step and refreshes at which its blocks were looked at, and what was seen.
     """
 
     def __init__(self) -> None:
         self.updates: WeakKeyDictionary[Batch, tuple[Tensor, int]] = WeakKeyDictionary()
         self.moments: WeakKeyDictionary[FusedList, list[Sample]] = WeakKeyDictionary()
+        self.conditions: WeakKeyDictionary[Batch, tuple[int, int, Tensor]] = WeakKeyDictionary()
+        self.steps = 0
+
+    def begin_step(self) -> None:
+        self.steps += 1
+        self.updates.clear()
 
     def record(self, step: BatchStep) -> None:
         """‖P‖², and ‖P‖², ⟨P, A⟩, ‖A‖² where A is known: P the direction taken, A Adam's. [4]"""
-        direction, adam = step.direction, step.state.get("adam")
-        square = _square(direction)
+        tensors, elements = [step.direction], step.direction.numel()
+        if "adam" in step.state:
+            tensors.append(step.state["adam"])
+        stride = _stride(elements)
+        direction, *adam = (_sampled(x.reshape(-1), stride).double() for x in tensors)
+        square = direction.square().sum()
         sums = [square, *[torch.zeros_like(square)] * 3]
-        if adam is not None:
-            wide = torch.promote_types(direction.dtype, torch.float32)
-            product = torch.dot(direction.reshape(-1).to(wide), adam.reshape(-1).to(wide))
-            sums[1:] = [square, product.double(), _square(adam)]
-        self.updates[step.batch] = torch.stack(sums), direction.numel()
+        if adam:
+            sums[1:] = [square, (direction * adam[0]).sum(), adam[0].square().sum()]
+        weight = elements / direction.numel()
+        self.updates[step.batch] = torch.stack(sums) * weight, elements
+
+    def current_conditions(self, batch: Batch, group: Group) -> Tensor:
+        """Of its blocks, looked at again after refreshes if LOOK_EVERY steps have passed. [B]"""
+        last, refreshes, conditions = self.conditions.get(batch, (0, -1, NOTHING))
+        if refreshes < 0 or (refreshes != batch.refresh_count and self.steps >= last + LOOK_EVERY):
+            conditions = _conditions(batch, group)
+            self.conditions[batch] = self.steps, batch.refresh_count, conditions
+        return conditions
 
 
-def _square(x: Tensor) -> Tensor:
-    """‖x‖² in float64, of blocks x [B, ...] whose norms are taken in their own precision. []"""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return torch.linalg.vector_norm(x.flatten(1), dim=1, dtype=wide).double().square().sum()
+def _stride(count: int) -> int:
+    """One in so many chunks of `count` elements are sampled; 1: all elements are taken."""
+    # an odd stride does not fall on the same columns in every row of a matrix
+    return ceil(count / SAMPLE) | 1 if count > SAMPLE else 1
+
+
+def _sampled(flat: Tensor, stride: int) -> Tensor:
+    """All elements, [n], or a view of evenly spaced chunks, [k, CHUNK]."""
+    return flat if stride == 1 else flat[: len(flat) // CHUNK * CHUNK].view(-1, CHUNK)[::stride]
 
 
 def adam_direction(
@@ -156,7 +180,7 @@ def _parts(number: int, group: Group, layout: GroupLayout, recorder: Recorder) -
         sums, elements = recorder.updates.get(batch, (NOTHING, 0))
         size = sum(value.nbytes for value in batch.saved().values())
         counts = (elements, elements, batch.refresh_count, batch.failure_count, size)
-        conditions, ranks = _conditions(batch, group), None
+        conditions, ranks = recorder.current_conditions(batch, group), None
         if batch.exchange is not None:
             ranks, owned = batch.exchange.ranks, conditions
             conditions = owned.new_zeros(len(batch.exchange.owners))
@@ -215,16 +239,12 @@ def _fused_samples(stepped: FusedList) -> list[Sample]:
     """Views of the moments, which a list steps in place: all of small ones, chunks of others."""
     state = stepped.state
     squares = state.get("max_exp_avg_sq", state["exp_avg_sq"])
-    # an odd stride does not fall on the same columns in every row
-    stride = ceil(sum(mean.numel() for mean in state["exp_avg"]) / SAMPLE) | 1
+    stride = _stride(sum(mean.numel() for mean in state["exp_avg"]))
     samples = []
     for pair in zip(state["exp_avg"], squares, strict=True):
-        flat = [x.as_strided((x.numel(),), (1,)) for x in pair]
-        if stride > 1 and pair[0].numel() >= 16 * CHUNK:
-            chunks = [x[: len(x) // CHUNK * CHUNK].view(-1, CHUNK)[::stride] for x in flat]
-            samples.append(Sample(stride, *chunks))
-        else:
-            samples.append(Sample(1, *flat))
+        every = stride if pair[0].numel() >= 16 * CHUNK else 1
+        flat = (x.as_strided((x.numel(),), (1,)) for x in pair)
+        samples.append(Sample(every, *(_sampled(x, every) for x in flat)))
     return samples
 
 
@@ -247,33 +267,25 @@ def _compact_sample(stepped: CompactList, row: Mapping[str, Tensor]) -> Sample:
 def _conditions(batch: Batch, group: Group) -> Tensor:
     """The largest condition number of the factors of each block; 0: it has none. [B]"""
     names = {key.split(".")[0] for key in batch.state}
+    edges: list[tuple[Tensor, Tensor, float]] = []
     if names >= {"basis", "variance"}:
-        # the second moment in the basis, summed over the other dimensions: of the factor there
+        # of the second moment in the basis, summed over the other dimensions
         variance = batch.read_state(None, ("variance",))["variance"]
-        axes = range(1, variance.ndim)
-        sides = [
-            variance.sum([a for a in axes if a != axis]) if len(axes) > 1 else variance
-            for axis in axes
-        ]
-        edges = [(side.amax(1), side.amin(1), 1.0) for side in sides]
+        for side in range(len(batch.shape)):
+            values = unfold(variance, side).sum(2)
+            edges.append((values.amax(1), values.amin(1), 1.0))
     elif names >= {"cov", "root"} and "exponent" in group:
         powers = exponents(group, len(batch.shape))
-        edges = []
         for i in sides_of(batch.state):
-            state = batch.read_state(None, (f"cov.{i}", f"root.{i}"))
-            cov, root = state[f"cov.{i}"], state[f"root.{i}"]
-            edges.append(
-                (*_edges(root, _top(cov.to(root.dtype)), root.diagonal(dim1=1, dim2=2)), powers[i])
-            )
+            cov, root = batch.read_state(None, (f"cov.{i}", f"root.{i}")).values()
+            diagonal = root.diagonal(dim1=1, dim2=2)
+            edges.append((*_edges(root, _top(cov.to(root.dtype)), diagonal), powers[i]))
     elif "factor" in names:
-        keys = [key for key in batch.state if key.startswith("factor.")]
-        state = batch.read_state(None, (*keys, "moment") if "moment" in names else keys)
-        edges = [
-            (*_factor_edges(state[k].to(batch.dtype), state.get("moment"), i), 2.0)
-            for i, k in enumerate(keys)
-        ]
-    else:
-        edges = []
+        keys = [key for key in batch.state if key.split(".")[0] in ("factor", "moment")]
+        state = batch.read_state(None, keys)
+        moment = state.pop("moment", None)
+        for i, factor in enumerate(state.values()):
+            edges.append((*_factor_edges(factor.to(batch.dtype), moment, i), 2.0))
     condition = torch.zeros(len(batch.rows), dtype=torch.float64, device=batch.device)
     for most, least, power in edges:
         # a ratio beyond the precision cannot be told from singular
