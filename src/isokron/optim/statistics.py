@@ -25,11 +25,14 @@ from isokron.optim.quantization import dequantize
 Group = Mapping[str, Any]
 Statistics = dict[str, float | int | None]
 
-# To read an update or AdamW's moments once more takes up to a third of a step that is bound by
-# memory. Of more elements about so many are sampled, in evenly spaced chunks of whole cache lines.
-SAMPLE = 1 << 14
-CHUNK = 32
+# To read AdamW's moments once more takes a third of its step, which is bound by memory. Of a longer
+# list about so many elements are sampled, in evenly spaced chunks; Adam's steps are much alike.
+SAMPLE = 1 << 13
+CHUNK = 128
+# of a batch with more elements than PAIR_SAMPLE, one chunk in so many is compared with Adam's
+PAIR_SAMPLE, PAIR_STRIDE = 1 << 16, 9
 LOOK_EVERY = 10  # steps between looks at factors, which are more memory than the update is
+MOST_CONDITION = 1 / torch.finfo(torch.float32).eps  # what is larger cannot be told from singular
 WHOLE_SIZE = 384  # from here on only the lower triangle of a covariance is kept up to date
 
 
@@ -60,18 +63,17 @@ class Recorder:
         self.updates.clear()
 
     def record(self, step: BatchStep) -> None:
-        """‖P‖², and ‖P‖², ⟨P, A⟩, ‖A‖² where A is known: P the direction taken, A Adam's. [4]"""
-        tensors, elements = [step.direction], step.direction.numel()
-        if "adam" in step.state:
-            tensors.append(step.state["adam"])
-        stride = _stride(elements)
-        direction, *adam = (_sampled(x.reshape(-1), stride).double() for x in tensors)
-        square = direction.square().sum()
-        sums = [square, *[torch.zeros_like(square)] * 3]
-        if adam:
-            sums[1:] = [square, (direction * adam[0]).sum(), adam[0].square().sum()]
-        weight = elements / direction.numel()
-        self.updates[step.batch] = torch.stack(sums) * weight, elements
+        """‖P‖², and of a sample ‖P‖², ⟨P, A⟩, ‖A‖²; P is the direction taken, A Adam's. [4]"""
+        direction, adam = step.direction, step.state.get("adam")
+        wide = torch.promote_types(direction.dtype, torch.float32)
+        norms = torch.linalg.vector_norm(direction.flatten(1), dim=1, dtype=wide)
+        sums = [norms.double().square().sum()] + [norms.new_zeros((), dtype=torch.float64)] * 3
+        if adam is not None:
+            stride = PAIR_STRIDE if direction.numel() > PAIR_SAMPLE else 1
+            x, y = (_sampled(z.reshape(-1), stride).double() for z in (direction, adam))
+            sums[1:] = [x.square().sum(), (x * y).sum(), y.square().sum()]
+            sums[1:] = [value * (direction.numel() / x.numel()) for value in sums[1:]]
+        self.updates[step.batch] = torch.stack(sums), direction.numel()
 
     def current_conditions(self, batch: Batch, group: Group) -> Tensor:
         """Of its blocks, looked at again after refreshes if LOOK_EVERY steps have passed. [B]"""
@@ -242,7 +244,7 @@ def _fused_samples(stepped: FusedList) -> list[Sample]:
     stride = _stride(sum(mean.numel() for mean in state["exp_avg"]))
     samples = []
     for pair in zip(state["exp_avg"], squares, strict=True):
-        every = stride if pair[0].numel() >= 16 * CHUNK else 1
+        every = stride if pair[0].numel() >= 8 * CHUNK else 1
         flat = (x.as_strided((x.numel(),), (1,)) for x in pair)
         samples.append(Sample(every, *(_sampled(x, every) for x in flat)))
     return samples
@@ -288,9 +290,7 @@ def _conditions(batch: Batch, group: Group) -> Tensor:
             edges.append((*_factor_edges(factor.to(batch.dtype), moment, i), 2.0))
     condition = torch.zeros(len(batch.rows), dtype=torch.float64, device=batch.device)
     for most, least, power in edges:
-        # a ratio beyond the precision cannot be told from singular
-        floor = most * torch.finfo(most.dtype).eps
-        ratio = (most / least.maximum(floor)).double().pow(power)
+        ratio = (most.double() / least).pow(power).clamp_max(MOST_CONDITION)
         condition = condition.maximum(ratio.nan_to_num(0.0))  # 0/0: it has seen no gradient
     return condition
 
