@@ -78,6 +78,8 @@ class Recorder:
     def current_conditions(self, batch: Batch, group: Group) -> Tensor:
         """Of its blocks, looked at again after refreshes if LOOK_EVERY steps have passed. [B]"""
         last, refreshes, conditions = self.conditions.get(batch, (0, -1, NOTHING))
+        if not batch.rows:  # other ranks own its blocks
+            return NO_BLOCKS
         if refreshes < 0 or (refreshes != batch.refresh_count and self.steps >= last + LOOK_EVERY):
             conditions = _conditions(batch, group)
             self.conditions[batch] = self.steps, batch.refresh_count, conditions
@@ -115,7 +117,7 @@ class Part(NamedTuple):
     Args:
         group: number of the group.
         ranks: those that have the other shares of these parameters; None: there are none.
-        sums: of `Recorder.record`. [4]
+        sums: of `Recorder.record`, the last of which may be left out. [4]
         counts: elements of the update, of these in blocks, refreshes, failures, bytes of state.
         conditions: of all blocks, in one order on all ranks; 0 where another rank owns it. [n]
     """
@@ -140,8 +142,8 @@ def statistics(
     values = on_host([tensor for part in parts for tensor in (part.sums, part.conditions)])
     numbers: dict[Ranks | None, list[tuple[int, list[float]]]] = {}
     for part, sums, conditions in zip(parts, values[::2], values[1::2], strict=True):
-        row = (part.group, [*sums, *part.counts, *conditions])
-        numbers.setdefault(part.ranks, []).append(row)
+        row = [*sums, *[0.0] * (4 - len(sums)), *part.counts, *conditions]
+        numbers.setdefault(part.ranks, []).append((part.group, row))
     totals = [[0.0] * 9 for _ in groups]
     all_conditions: list[list[float]] = [[] for _ in groups]
     for ranks, rows in numbers.items():
@@ -191,8 +193,7 @@ def _parts(number: int, group: Group, layout: GroupLayout, recorder: Recorder) -
     for params in layout.adamw:
         ranks = params.places[0].ranks if isinstance(params, PartList) else None
         square, elements, size = _adamw_update(params, group, recorder)
-        sums = torch.cat([square.view(1), torch.zeros(3, dtype=square.dtype, device=square.device)])
-        yield Part(number, ranks, sums, (elements, 0, 0, 0, size), NO_BLOCKS)
+        yield Part(number, ranks, square.view(1), (elements, 0, 0, 0, size), NO_BLOCKS)
     if layout.averages is not None:  # of whole parameters on every rank
         pairs = zip(layout.averages.params, layout.averages.iterate, strict=True)
         size = sum(2 * param.numel() * x.element_size() for param, x in pairs)
@@ -205,11 +206,16 @@ def _parts(number: int, group: Group, layout: GroupLayout, recorder: Recorder) -
 def _adamw_update(params: AdamWList, group: Group, recorder: Recorder) -> tuple[Tensor, int, int]:
     """‖P‖² of the most recent update of each parameter, its elements, and the state's bytes."""
     stepped = params if isinstance(params, FusedList | CompactList) else params.list
-    margins = params.margins if isinstance(params, PartList) else [None] * len(stepped.params)
-    sizes = [p.numel() - sum(m or ()) for p, m in zip(stepped.params, margins, strict=True)]
+    sizes = [param.numel() for param in stepped.params]
+    if isinstance(params, PartList):
+        sizes = [n - sum(margins or ()) for n, margins in zip(sizes, params.margins, strict=True)]
+        if params.places[0].ranks.rank > 0:  # what every rank has is counted by the first
+            pairs = zip(sizes, params.params, strict=True)
+            sizes = [n if n < param.numel() else 0 for n, param in pairs]
     if isinstance(stepped, CompactList):
         steps = [row["step"] for row in stepped.rows]
-        memory = sum(v.nbytes for row in stepped.rows for k, v in row.items() if k != "step")
+        entries = [row for n, row in zip(sizes, stepped.rows, strict=True) if n]
+        memory = sum(v.nbytes for row in entries for k, v in row.items() if k != "step")
         sampled = [_compact_sample(stepped, row) for row in stepped.rows]
     else:
         steps = list(stepped.step)
@@ -221,19 +227,19 @@ def _adamw_update(params: AdamWList, group: Group, recorder: Recorder) -> tuple[
     counts = [float(steps[0])] * len(steps) if shared else torch.stack(steps).tolist()
     alike: dict[tuple[float, int], list[int]] = {}
     for i, (count, sample) in enumerate(zip(counts, sampled, strict=True)):
-        if count:
+        if count and sizes[i]:
             alike.setdefault((count, sample.stride), []).append(i)
     total = torch.zeros((), dtype=torch.float64, device=steps[0].device)
     wide = torch.promote_types(sampled[0].mean.dtype, torch.float32)
+    beta1, beta2 = group["betas"]
     for (count, stride), rows in alike.items():
-        samples = [sampled[i] for i in rows]
-        mean = torch.cat([sample.mean for sample in samples]).to(wide)
-        square = torch.cat([sample.square for sample in samples]).to(wide)
-        beta1, beta2 = group["betas"]
-        deviation = square.sqrt_().div_(sqrt(1 - beta2**count)).add_(group["eps"])
-        moved = mean.div_(deviation).div_(1 - beta1**count)
+        mean = torch.cat([sampled[i].mean for i in rows]).to(wide)
+        square = torch.cat([sampled[i].square for i in rows]).to(wide)
+        # m̂ / (√v̂ + ε), but for 1/(1 − β₁ᵗ)
+        moved = mean.div_(square.sqrt_().div_(sqrt(1 - beta2**count)).add_(group["eps"]))
         weight = 1.0 if stride == 1 else sum(sizes[i] for i in rows) / moved.numel()
-        total += weight * moved.double().square().sum()
+        weight /= (1 - beta1**count) ** 2
+        total.add_(moved.square().sum(dtype=torch.float64), alpha=weight)
     return total, sum(sizes[i] for rows in alike.values() for i in rows), memory
 
 
