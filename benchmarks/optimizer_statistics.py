@@ -103,7 +103,8 @@ def exact_rms(optimizer: Any) -> float:
 def measure(spec: str, layers: int, steps: int) -> dict[str, float]:
     contestants = [(*contestant(spec, layers), asked) for asked in (False, True)]
     drawn = [gradients(contestants[0][0], number) for number in range(3)]
-    steps_by, calls, recordings = {False: list[float](), True: list[float]()}, [], []
+    steps_by = {False: list[float](), True: list[float]()}
+    calls, recordings = list[float](), list[float]()
     with recording_timed(recordings):
         for step in range(UNTIMED + steps):
             if step == UNTIMED:
@@ -169,8 +170,9 @@ def main() -> None:
         run = {**key, **measure(spec, args.layers, args.steps)}
         records.runs.append(run)
         records.save()
-        print(f"{spec}: recording {run['recording']:.1%}, calls {run['calls']:.1%} of a step of "
-              f"{1e3 * run['step_seconds']:.0f} ms; ratio {run['ratio']:.3f}", flush=True)  # fmt: skip
+        shares = f"recording {run['recording']:.1%}, calls {run['calls']:.1%}"
+        milliseconds = 1e3 * run["step_seconds"]
+        print(f"{spec}: {shares} of {milliseconds:.0f} ms; ratio {run['ratio']:.3f}", flush=True)
         if "sampled_over_exact_rms" in run:
             print(f"sampled over exact RMS: {run['sampled_over_exact_rms']:.4f}")
 

@@ -29,8 +29,7 @@ Statistics = dict[str, float | int | None]
 # list about so many elements are sampled, in evenly spaced chunks; Adam's steps are much alike.
 SAMPLE = 1 << 13
 CHUNK = 128
-# of a batch with more elements than PAIR_SAMPLE, one chunk in so many is compared with Adam's
-PAIR_SAMPLE, PAIR_STRIDE = 1 << 16, 9
+PAIR_SAMPLE = 1 << 17  # elements of a batch whose direction is compared with Adam's
 LOOK_EVERY = 10  # steps between looks at factors, which are more memory than the update is
 MOST_CONDITION = 1 / torch.finfo(torch.float32).eps  # what is larger cannot be told from singular
 WHOLE_SIZE = 384  # from here on only the lower triangle of a covariance is kept up to date
@@ -49,13 +48,13 @@ class Recorder:
 
     updates: batch → sums over its blocks, see `record`, and the number of their elements.
     moments: list of AdamW → views of the moments that its update is estimated by.
-    conditions: batch → step and refreshes at which its blocks were looked at, and what was seen.
+    conditions: batch → the step in which its factors were looked at, and what was seen. [B]
     """
 
     def __init__(self) -> None:
         self.updates: WeakKeyDictionary[Batch, tuple[Tensor, int]] = WeakKeyDictionary()
         self.moments: WeakKeyDictionary[FusedList, list[Sample]] = WeakKeyDictionary()
-        self.conditions: WeakKeyDictionary[Batch, tuple[int, int, Tensor]] = WeakKeyDictionary()
+        self.conditions: WeakKeyDictionary[Batch, tuple[int, Tensor]] = WeakKeyDictionary()
         self.steps = 0
 
     def begin_step(self) -> None:
@@ -69,27 +68,27 @@ class Recorder:
         norms = torch.linalg.vector_norm(direction.flatten(1), dim=1, dtype=wide)
         sums = [norms.double().square().sum()] + [norms.new_zeros((), dtype=torch.float64)] * 3
         if adam is not None:
-            stride = PAIR_STRIDE if direction.numel() > PAIR_SAMPLE else 1
-            x, y = (_sampled(z.reshape(-1), stride).double() for z in (direction, adam))
-            sums[1:] = [x.square().sum(), (x * y).sum(), y.square().sum()]
-            sums[1:] = [value * (direction.numel() / x.numel()) for value in sums[1:]]
+            stride, elements = _stride(direction.numel(), PAIR_SAMPLE), direction.numel()
+            x, y = (_sampled(z.reshape(-1), stride).reshape(-1).to(wide) for z in (direction, adam))
+            pairs = ((x, x), (x, y), (y, y))
+            sums[1:] = [torch.dot(*pair).double() * (elements / x.numel()) for pair in pairs]
         self.updates[step.batch] = torch.stack(sums), direction.numel()
 
     def current_conditions(self, batch: Batch, group: Group) -> Tensor:
-        """Of its blocks, looked at again after refreshes if LOOK_EVERY steps have passed. [B]"""
-        last, refreshes, conditions = self.conditions.get(batch, (0, -1, NOTHING))
+        """Of its blocks; the factors are looked at again after LOOK_EVERY steps. [B]"""
         if not batch.rows:  # other ranks own its blocks
             return NO_BLOCKS
-        if refreshes < 0 or (refreshes != batch.refresh_count and self.steps >= last + LOOK_EVERY):
+        last, conditions = self.conditions.get(batch, (-LOOK_EVERY, NO_BLOCKS))
+        if self.steps >= last + LOOK_EVERY:
             conditions = _conditions(batch, group)
-            self.conditions[batch] = self.steps, batch.refresh_count, conditions
+            self.conditions[batch] = self.steps, conditions
         return conditions
 
 
-def _stride(count: int) -> int:
+def _stride(count: int, sample: int) -> int:
     """One in so many chunks of `count` elements are sampled; 1: all elements are taken."""
     # an odd stride does not fall on the same columns in every row of a matrix
-    return ceil(count / SAMPLE) | 1 if count > SAMPLE else 1
+    return ceil(count / sample) | 1 if count > sample else 1
 
 
 def _sampled(flat: Tensor, stride: int) -> Tensor:
@@ -247,7 +246,7 @@ def _fused_samples(stepped: FusedList) -> list[Sample]:
     """Views of the moments, which a list steps in place: all of small ones, chunks of others."""
     state = stepped.state
     squares = state.get("max_exp_avg_sq", state["exp_avg_sq"])
-    stride = _stride(sum(mean.numel() for mean in state["exp_avg"]))
+    stride = _stride(sum(mean.numel() for mean in state["exp_avg"]), SAMPLE)
     samples = []
     for pair in zip(state["exp_avg"], squares, strict=True):
         every = stride if pair[0].numel() >= 8 * CHUNK else 1
