@@ -16,6 +16,7 @@ from isokron import training
 from isokron._version import __version__
 from isokron.curvature import CrossEntropy, Curvature, Event, Selection, capture, find_layers, fit
 from isokron.curvature.backward import probe_layers
+from isokron.curvature.curvature import condition_number
 from isokron.curvature.fit import FISHERS, METHODS, SHARINGS
 from isokron.files import write_atomically
 from isokron.operators import woodbury_policy
@@ -196,7 +197,7 @@ def layer_facts(
         smallest=smallest,
         peak=largest / mean if mean else 0.0,
         damping=added,  # added to every eigenvalue
-        condition_damped=(largest + added) / (smallest + added) if smallest + added else math.inf,
+        condition_damped=condition_number(values + added),
         share=record["effective_rank"] / dimension,
         scaled_rank=scaled,  # effective rank after diagonal scaling; None without two sides
         scaled_share=None if scaled is None else scaled / dimension,

@@ -8,7 +8,7 @@ import pytest
 
 from html_page import HOSTILE, Page, opened
 from isokron import race
-from isokron.race.page import learning_rates, loss_plot, page
+from isokron.race.page import health, learning_rates, loss_plot, page
 from isokron.race.results import summarize
 from isokron.report.charts import Line, Plot, draw, short_names, standalone, ticks
 
@@ -45,6 +45,12 @@ def test_page_names_diverged_and_failed_runs(result):
     assert "diverged" in html
     assert "RuntimeError: no &lt;more&gt; steps" in html
     assert 'class="cross' in html
+
+
+def test_page_shows_the_statistics_of_optimizers_that_have_them(result):
+    assert [row[0] for row in health(result)] == ["adamw", "muon"]
+    assert all(float(row[1]) > 0 for row in health(result))
+    assert "State of the optimizers after the last step" in page(result)
 
 
 def test_sample_is_shown_escaped(result):

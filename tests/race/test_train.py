@@ -90,3 +90,10 @@ def test_adam_state_is_two_copies_of_the_parameters(task):
     parameters = sum(p.numel() for p in task.model().parameters())
     tensors = len(list(task.model().parameters()))
     assert run.optimizer_bytes == 2 * 4 * parameters + 4 * tensors
+
+
+def test_a_run_ends_with_the_statistics_of_its_last_step(task):
+    run = train(task, resolve("shampoo(every=2)"), 0.01, 0, steps=4)
+    assert {"update_rms", "adam_cosine", "condition_max"} <= run.statistics[0].keys()
+    assert any(group["update_rms"] and group["refreshes"] for group in run.statistics)
+    assert train(task, resolve("torch.optim:SGD"), 0.01, 0, steps=4).statistics == []

@@ -4,7 +4,7 @@ Blocks that are neighbours in their parameter are read and written as one stride
 cost of a step in Python does not grow with the number of blocks.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -169,6 +169,7 @@ class Batch:
         self.together = 0
         self.failures = torch.zeros(count, dtype=torch.int64, device="cpu")  # refreshes, in a row
         self.refreshes = False  # whether there is an operator to refresh
+        self.refresh_count = self.failure_count = 0  # of all rows, since the batch was made
         # 1 where a refresh has ever made an operator; saved with the state
         self.refreshed = torch.zeros(count, dtype=torch.float32, device="cpu")
         self.state: dict[str, Tensor] = {}
@@ -243,12 +244,22 @@ class Batch:
         for key, form in formats.items():
             self.state |= _encoded(key, self.state[key], form, self.step)
 
-    def read_state(self, index: Tensor | None) -> dict[str, Tensor]:
-        """The state of rows, or of all, to work on; it shares memory where it can."""
+    def read_state(
+        self, index: Tensor | None, names: Collection[str] | None = None
+    ) -> dict[str, Tensor]:
+        """The state of rows, or of all, to work on; it shares memory where it can.
+
+        `names`: only these entries, of which nothing is kept to be written back.
+        """
         state = dict(self.state)
+        formats = self.formats
+        if names is not None:
+            formats = {key: form for key, form in formats.items() if key in names}
+            scales = {f"scale.{key}" for key in formats}
+            state = {key: v for key, v in state.items() if key in names or key in scales}
         if index is not None:
             state = {key: value[index] for key, value in state.items()}
-        for key, form in self.formats.items():
+        for key, form in formats.items():
             if form in ("signed", "unsigned"):
                 state[key] = dequantize(state[key], state.pop(f"scale.{key}"), self.dtype)
                 continue
@@ -257,7 +268,8 @@ class Batch:
                 size = self.shape[int(key.split(".")[1])]
                 matrices = state[key].new_empty(len(state[key]), size, size)
                 state[key] = mirror_(unhalve_(matrices, state[key]))
-        self.decoded = {key: (state[key], state[key]._version) for key in self.formats}
+        if names is None:
+            self.decoded = {key: (state[key], state[key]._version) for key in formats}
         return state
 
     def turns(self, rows: Tensor) -> Tensor:

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from isokron.curvature.curvature import condition_number
 from isokron.curvature.fit import add_ranks_, policy_by_layer
 from isokron.curvature.layer_report import CurvatureReport
 from isokron.curvature.layers import pack, unpack
 from isokron.curvature.losses import CrossEntropy, Likelihood
 from isokron.curvature.observer import Observer
-from isokron.curvature.running_fisher import RunningFisher, decompose
+from isokron.curvature.running_fisher import COUNTS, RunningFisher, decompose
 from isokron.curvature.statistics import Sums, means_of
 from isokron.distributed import TIMEOUT, Ranks, process_count, ranks_of
 from isokron.distributed.rank_tasks import together
@@ -30,6 +31,7 @@ from isokron.optim.natural_checks import (
     find_problem,
 )
 from isokron.optim.settings import learning_rate
+from isokron.optim.statistics import MOST_CONDITION, Statistics, summary
 
 logger = logging.getLogger(__name__)
 
@@ -136,6 +138,8 @@ class NaturalGradient(torch.optim.Optimizer):
         self._scaler_scale: float | None = None
         self._expected: float | Tensor | None = None  # change of the loss in the last step
         self._draws = 0  # calls of `observe` in this step
+        # of the last step: ‖update/lr‖² and elements; None: not recorded, see `statistics`
+        self._update: tuple[Tensor, int] | None = None
         # the observer does not refer to the optimizer, so that deleting that removes the hooks
         self._observer = Observer(chosen, method, fisher, lambda name: fishers[name].make_sums())
         self._closing = weakref.finalize(self, self._observer.__exit__)
@@ -345,6 +349,11 @@ class NaturalGradient(torch.optim.Optimizer):
             clipped = (group["kl_clip"] / slope).sqrt()
             size = torch.where(lr**2 * slope > group["kl_clip"], clipped, size)
         self._expected = size**2 / 2 * slope - size * falls  # for update_damping
+        if self._update is not None:
+            square = _total([(direction, direction) for *_, direction in moves])
+            clipped = size / lr if lr else torch.ones_like(size)
+            elements = sum(direction.numel() for *_, direction in moves)
+            self._update = square * clipped**2, elements
         for fisher, _, _, direction in moves:
             layout, factor = fisher.layer.layout, sent(size, direction.device)
             for key, value in unpack(layout, direction).items():
@@ -404,6 +413,29 @@ class NaturalGradient(torch.optim.Optimizer):
         group = self.param_groups[0]
         damping = group["damping"], group["max_condition"]
         return CurvatureReport(fisher.record(*damping) for fisher in self._fishers.values())
+
+    @torch.no_grad()
+    def statistics(self) -> list[Statistics]:
+        """The numbers of `Preconditioned.statistics`, for the layers and for AdamW's group.
+
+        The update is νV, the condition numbers are of H = F + λI of every layer, lifted by
+        `max_condition`. All ranks have the same numbers without asking each other.
+        """
+        group, fishers = self.param_groups[0], self._fishers.values()
+        limit = min(group["max_condition"] or MOST_CONDITION, MOST_CONDITION)
+        conditions = [
+            min(condition_number(fisher.eigenvalues(group["damping"])), limit)
+            for fisher in fishers
+            if fisher.has_inverse
+        ]
+        refreshes = sum(float(fisher.state.get("refreshes", 0)) for fisher in fishers)
+        size = sum(v.nbytes for f in fishers for k, v in f.state.items() if k not in COUNTS)
+        square, elements = self._update or (0.0, 0)
+        if self._update is None:
+            self._update = torch.zeros(()), 0
+        counts = (elements, elements, refreshes + self.failed_refreshes, self.failed_refreshes)
+        layers = summary(group, True, (float(square), 0, 0, 0, *counts, size), conditions)
+        return [layers, *(self._adamw.statistics() if self._adamw is not None else [])]
 
     def _show(self) -> None:
         """Put the states of layers and of AdamW into `self.state`.

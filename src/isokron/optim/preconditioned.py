@@ -55,6 +55,7 @@ from isokron.optim.settings import (
     require,
 )
 from isokron.optim.spectral import spectral_direction
+from isokron.optim.statistics import Recorder, Statistics, adam_direction, statistics
 from isokron.optim.width import scale_by_width_
 
 logger = logging.getLogger(__name__)
@@ -76,6 +77,8 @@ class Preconditioned(torch.optim.Optimizer):
         traits: how the engine treats the method.
         **settings: defaults of the groups, see docs/engine.md.
     """
+
+    _recorder: Recorder | None = None  # made by the first call of `statistics`
 
     def __init__(
         self, params: Params, lr: float | Tensor, traits: Traits | None = None, **settings: Any
@@ -156,6 +159,8 @@ class Preconditioned(torch.optim.Optimizer):
     @torch.no_grad()
     def step_checked(self) -> None:
         """A step whose gradients are known to be usable."""
+        if self._recorder is not None:
+            self._recorder.begin_step()
         for group, layout in zip(self.param_groups, self._current_layouts(), strict=True):
             note_peak_(group)
             before = layout.averages.before() if layout.averages else []
@@ -247,6 +252,7 @@ class Preconditioned(torch.optim.Optimizer):
             direction = self.direction(grad if kept else moment, state, group)
             if group["polar"]:
                 direction = spectral_direction(direction)
+        simple: Tensor | None = None
         if group["graft"]:
             if kept is not None and "momentum" not in state:
                 moment = kept(state, group)
@@ -258,6 +264,9 @@ class Preconditioned(torch.optim.Optimizer):
                 if is_early(int(turns.min()), group):
                     alone = sent(rows_where(is_early, turns, group), grad.device)
                     direction = torch.where(alone.view_as(state["step"]), simple, direction)
+        if self._recorder is not None:
+            adam = adam_direction(moment, simple, state, group)
+            state |= {} if adam is None else {"adam": adam}
         return direction
 
     def _finish(self, step: BatchStep, group: Group) -> None:
@@ -265,6 +274,8 @@ class Preconditioned(torch.optim.Optimizer):
         if step.views:
             if "velocity" in step.state:
                 step.direction = heavy_ball_(step.state["velocity"], step.direction, group)
+            if self._recorder is not None:
+                self._recorder.record(step)
             step.store_state_()
         if step.batch.exchange is not None:
             step.arriving = step.batch.exchange.send(step.direction)
@@ -341,10 +352,14 @@ class Preconditioned(torch.optim.Optimizer):
     def _settle(self) -> None:
         """Let `optimizer.state` be complete: wait for refreshes, and read what they have done."""
         self._join()
-        unread = [outcome.flags for outcome in self._refresher.unread]
-        self._refresher.read_outcomes(type(self).__name__, on_host(unread))
+        self._read_outcomes()
         for layout in self._layouts:
             self._show(layout)
+
+    def _read_outcomes(self) -> None:
+        """Read what finished refreshes have done, before the next step does."""
+        unread = [outcome.flags for outcome in self._refresher.unread]
+        self._refresher.read_outcomes(type(self).__name__, on_host(unread))
 
     def work(self, group: Group) -> str:
         """How the directions of a group are found: "eigen", "products" or "polar"."""
@@ -372,6 +387,29 @@ class Preconditioned(torch.optim.Optimizer):
         """How many refreshes have failed and left their blocks the operators they had."""
         self._settle()
         return self._refresher.failed
+
+    @torch.no_grad()
+    def statistics(self) -> list[Statistics]:
+        """Numbers that show whether the optimizer is healthy, one dict of plain numbers per group.
+
+        The first call turns on recording: what is known of steps only is None until the next one.
+        Where ranks share parameters all must call it, and all get the numbers of one process.
+        See docs/statistics.md for how each number is measured and which values are healthy.
+
+        Returns:
+            Per parameter group:
+                update_rms: root mean square of P in W ← W − lr·(P + λW), in the last step.
+                adam_cosine: cosine between P and Adam's direction M̂ ⊘ (√V̂ + ε), over the blocks
+                    of the method; 1 where AdamW steps all; None if the method keeps no V.
+                condition_max, condition_median: over blocks, the condition number of the factors
+                    that are inverted, from below; None for a method without factors.
+                refreshes: of blocks, since this optimizer was made or has loaded a state.
+                failed_share: the share of them that failed.
+                state_bytes: of the state on all ranks, without step counters.
+        """
+        self._recorder = self._recorder or Recorder()
+        self._read_outcomes()
+        return statistics(self.param_groups, self._layouts, self._recorder)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group at any time; the batches of the others stay as they are."""

@@ -218,6 +218,8 @@ class Refresher:
         outcomes, self.unread = self.unread, []
         for (batch, rows, _, group), flags in zip(outcomes, values, strict=True):
             failed, changed = torch.tensor(flags, device="cpu").view(2, -1).bool()
+            batch.refresh_count += len(rows)
+            batch.failure_count += int(failed.sum())
             batch.failures[rows] = torch.where(failed, batch.failures[rows] + 1, 0)
             batch.refreshed[rows] = torch.maximum(batch.refreshed[rows], changed.float())
             for row in rows[failed].tolist():

@@ -52,6 +52,7 @@ def page(result: Result) -> str:
         samples=[run.sample for run in runs if run.sample],
         goal=result.goal,
         tried=[(s, s.schedules) for s in result.standings],
+        health=health(result),
         bad=[run for run in (*result.runs, *result.probes) if run.status != "finished"],
     )
 
@@ -91,6 +92,25 @@ def _row(s: Standing, result: Result) -> dict[str, str]:
         unknown = [column for column in row if column not in ("optimizer", "diverged")]
         row |= dict.fromkeys(unknown, MISSING) | {"final loss": state}
     return row
+
+
+def health(result: Result) -> list[list[str]]:
+    """Statistics after the last step of each optimizer at its best learning rate, first seed.
+
+    Of the group with the most state, which is that of the matrices.
+    """
+    rows = []
+    for s in result.standings:
+        runs = result.runs_of(s.optimizer, s.best_lr) if s.best_lr is not None else []
+        if not runs or not runs[0].statistics:
+            continue
+        values = max(runs[0].statistics, key=lambda group: group["state_bytes"])
+        conditions = [values["condition_median"], values["condition_max"]]
+        numbers = [values["update_rms"], values["adam_cosine"], *conditions]
+        texts = [MISSING if number is None else f"{number:.3g}" for number in numbers]
+        failed = f"{values['failed_share']:.0%} of {values['refreshes']:,}"
+        rows.append([s.optimizer, *texts, failed if values["refreshes"] else MISSING])
+    return rows
 
 
 def _ratio(value: float | None, ratio: float | None, unit: str, word: str) -> str:

@@ -21,6 +21,7 @@ class Run:
     status: "finished", "diverged" (loss not finite or far above the start) or "failed".
     eval_steps, eval_losses: the evaluation curve, from step 0 to where the run ended.
     model_seconds, optimizer_seconds: median and mean time per step of a finished run.
+    statistics: `optimizer.statistics()` after the last step; [] for optimizers without it.
     """
 
     optimizer: str
@@ -38,6 +39,7 @@ class Run:
     optimizer_seconds: float = 0.0
     optimizer_bytes: int = 0
     sample: str = ""
+    statistics: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def final(self) -> float:

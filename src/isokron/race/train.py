@@ -97,6 +97,8 @@ def _train_(
         loss.backward()
         if not math.isfinite(value := loss.item()):
             raise FloatingPointError(f"training loss became {value} at step {step}")
+        if step == len(order):  # the first call turns on recording, here of the last step only
+            run.statistics = _guarded(getattr(optimizer, "statistics", list))
         between = now()
         _guarded(optimizer.step)
         model_seconds.append(between - start)
@@ -108,6 +110,8 @@ def _train_(
             _evaluate(run, task, model, step)
         if step < len(order):
             on_step(step, value)
+    if run.statistics:
+        run.statistics = _guarded(optimizer.statistics)  # type: ignore[attr-defined]
     run.model_seconds = statistics.median(model_seconds[UNTIMED:] or model_seconds)
     # the mean, since a median would hide steps that refresh a preconditioner
     run.optimizer_seconds = statistics.mean(optimizer_seconds[UNTIMED:] or optimizer_seconds)
