@@ -307,12 +307,12 @@ class Attributor:
         """Store projected gradients of all training examples, to score without the data.
 
         Args:
-            dim: a row has dim × dim numbers per layer, or the full gradient of a smaller layer.
+            dim: a row has dim × dim entries per layer, or the full gradient of a smaller layer.
                 Default: a small power of two, at least 16, whose scores have a rank correlation
                 of 0.9 with exact ones, measured on a sample.
             damping: damping of H, as a multiple of each layer's mean eigenvalue.
             dtype: "float32", "bfloat16" or "float16".
-            seed: random seed of the projection.
+            seed: random seed of the examples on which the entries are chosen.
             queries: the default `dim` is chosen for these; default: some training examples.
         """
         if self.is_unrolled:
@@ -326,8 +326,9 @@ class Attributor:
         limit, scorer = self.budget.limit, self._store_scorer()
         asked = [] if queries is None else self.queries(queries)
         plan = self.memory_plan(queries=asked)
-        # rows are whitened by matrices of the size of the statistics
-        parts = {**plan.parts, "whitening": plan.parts["statistics"]}
+        # rows are whitened by matrices of the size of the statistics, and every entry is measured
+        shares = 4 * sum(layer.parameters for layer in scorer.subject.layers)
+        parts = {**plan.parts, "whitening": plan.parts["statistics"] + shares}
         replace(plan, parts=parts).check()
         if dim is None:
             earlier = self.folder.stage("build")
@@ -460,7 +461,7 @@ class Attributor:
             store, scorer, memory = self.store, self._store_scorer(), self.budget.limit // 4
             build = store.schema.settings["build"]
             scored = scorer.stored_scores(store, build, queries, memory=memory, **options)
-            noise = scorer.noise(queries, scored, damping, plan.block, mean)
+            scored, noise = scorer.calibrated(queries, scored, damping, plan.block, mean)
         else:
             plan.check()
             scored = exact.scores(queries, damping, block=plan.block, **options)
@@ -506,12 +507,12 @@ class Attributor:
     def self_influence(self, damping: float | None = None, store: bool | None = None) -> Tensor:
         """⟨∇, H⁻¹∇⟩ of every training example, [N]; large for rare and mislabelled examples.
 
-        With a store these are the squared norms of its rows, otherwise it takes a pass.
+        With a store they are read from it, otherwise it takes a pass.
         """
         use_store = self.folder.stage("build") is not None if store is None else store
         damping = self._damping(damping, use_store)
         if use_store:
-            return self._store_scorer().stored_self_influence(self.store, self.budget.limit // 4)
+            return self.store.extra("square")
         self.memory_plan().check()
         return self.exact.self_influence(damping)
 
