@@ -156,12 +156,6 @@ def test_one_example_with_a_large_gradient_does_not_choose_the_entries() -> None
     assert entries[""].tolist()[0] % 6 == 1
 
 
-def test_the_first_of_equal_entries_are_chosen() -> None:
-    shares = {"a": torch.tensor([0.5, 1.0, 0.5, 1.0, 0.5, 0.5]), "b": torch.zeros(3)}
-    entries = largest_entries(shares, 2)
-    assert {name: x.tolist() for name, x in entries.items()} == {"a": [0, 1, 2, 3], "b": [0, 1, 2]}
-
-
 @pytest.mark.parametrize("name", ["words", "pictures"])
 @pytest.mark.parametrize("method", METHODS)
 def test_products_of_complete_rows_are_those_with_the_inverse(name: str, method: str) -> None:

@@ -135,9 +135,8 @@ def entry_shares(
 
 def largest_entries(shares: Mapping[str, Tensor], dim: int) -> dict[str, Tensor]:
     """The dim² entries of each layer with the largest shares, in ascending order: [D], int32"""
-    # stable, so that the first of equal entries are taken
-    ordered = {name: x.argsort(descending=True, stable=True) for name, x in shares.items()}
-    return {name: x[: dim * dim].sort().values.int() for name, x in ordered.items()}
+    largest = {name: x.topk(min(dim * dim, len(x))).indices for name, x in shares.items()}
+    return {name: indices.sort().values.int() for name, indices in largest.items()}
 
 
 def with_entries(
