@@ -1,10 +1,12 @@
 """Scores from stored parts of gradients against exact ones, by the kind of projection.
 
-    python benchmarks/projection_quality.py [--only speeches-tiny,mnist,digits]
+    python benchmarks/projection_quality.py [--only speeches-tiny,mnist,digits,speeches-deep]
+        [--projections entries,sketch]
 
 Every projection has the same number of numbers per example: Σ min(dim², size) over the layers. A
-record is the mean over queries of Spearman's ρ with exact scores, for one data set, curvature,
-projection, dimension and seed. "entries" is the store of the package; the others were tried and
+record has the mean over queries of Spearman's ρ with exact scores, for one data set, curvature,
+projection, dimension and seed, and of the number of common examples among the ten with the largest
+scores ("common"). "entries" is the store of the package; the others were tried and
 are computed here, from complete whitened gradients W [o, i] of each layer:
 
     sketch             entries times random signs, added up in dim² places (count sketch)
@@ -44,7 +46,8 @@ from isokron.tasks import Examples, Shown
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-DATA = ("speeches-tiny", "mnist", "digits")
+DATA = ("speeches-tiny", "mnist", "digits", "speeches-deep")
+DECODERS = {"speeches-tiny": (2, 64), "speeches-deep": (4, 32)}  # layers, width
 DIMS, SEEDS = (8, 16, 32), (0, 1, 2)
 ASKED, SCORED, CHOSEN_ON, STEPS = 20, 1000, 128, 600
 
@@ -226,8 +229,18 @@ def projections(run: Attributor, queries: list[Query]) -> dict[str, Callable[[in
     return ways
 
 
-def measure(records: Records, data: str) -> None:
-    trained = decoder(2, 64) if data == "speeches-tiny" else classifier(data)
+def agreement(exact: Tensor, compute: Callable[[], Tensor]) -> dict[str, float]:
+    scores = compute()
+    pairs = zip(scores.topk(10).indices.tolist(), exact.topk(10).indices.tolist(), strict=True)
+    common = [len({*first} & {*second}) for first, second in pairs]
+    return {
+        "spearman": float(spearman(scores, exact).mean()),
+        "common": sum(common) / len(common),
+    }
+
+
+def measure(records: Records, data: str, chosen: list[str]) -> None:
+    trained = decoder(*DECODERS[data]) if data in DECODERS else classifier(data)
     assert trained.task is not None
     unseen = Examples(trained.task.held_out.batch(torch.arange(ASKED)))
     queries = [Query(batch, (Shown(),), "") for batch in single(unseen)]
@@ -235,15 +248,16 @@ def measure(records: Records, data: str) -> None:
         model = trained.subject.model
         run = Attributor(tempfile.mkdtemp(), model, task=trained.task).fit(method)
         exact = run.score(queries, store=False, save=False).as_subclass(Tensor)
-        for name, scores in projections(run, queries).items():
+        ways = projections(run, queries)
+        for name in chosen or ways:
+            if name not in ways:  # an eigenbasis under EK-FAC
+                continue
+            scores = ways[name]
             for dim in DIMS:
                 for seed in SEEDS:
-
-                    def correlation(scores=scores, dim=dim, seed=seed, exact=exact) -> dict:  # type: ignore[no-untyped-def, type-arg]
-                        return {"spearman": float(spearman(scores(dim, seed), exact).mean())}
-
                     key = {"data": data, "curvature": method, "projection": name}
-                    records.once(correlation, **key, dim=dim, seed=seed)
+                    compute = partial(agreement, exact, partial(scores, dim, seed))
+                    records.once(compute, **key, dim=dim, seed=seed)
 
 
 def table(records: Records) -> None:
@@ -268,8 +282,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default=",".join(DATA))
     records = Records("projection_quality")
-    for data in parser.parse_args().only.split(","):
-        measure(records, data)
+    parser.add_argument("--projections", default="", help="default: all")
+    options = parser.parse_args()
+    chosen = options.projections.split(",") if options.projections else []
+    for data in options.only.split(","):
+        measure(records, data, chosen)
     table(records)
 
 
