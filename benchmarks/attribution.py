@@ -339,16 +339,24 @@ def opened(inputs: Inputs, folder: Path) -> Any:
 
 def building(args: argparse.Namespace, inputs: Inputs) -> None:
     """No model is loaded and nothing is written while the clock runs."""
-    from isokron.attribution.projection import collect, encoders
+    from isokron.attribution.projection import (
+        collect,
+        encoders,
+        entry_shares,
+        largest_entries,
+        with_entries,
+    )
 
     with tempfile.TemporaryDirectory(dir=inputs.folder) as folder:
         run = opened(inputs, Path(folder) / "run").fit()
     subject = run.subject
+    batches = list(subject.batches(run.data.plan(range(512))))
+    complete = encoders(subject.layers, run.inverse())
+    shares = entry_shares(subject.model, batches[:4], subject.loss, complete)
     ways = {
-        f"rows folded to {dim}×{dim}": encoders(subject.layers, dim, 0, run.inverse())
+        f"rows of {dim}×{dim} entries": with_entries(complete, largest_entries(shares, dim), "cpu")
         for dim in (DIM, 32)
     }
-    batches = list(subject.batches(run.data.plan(range(512))))
 
     def plain() -> None:
         """The sum of the loss terms of every batch, back to the gradients of all weights."""

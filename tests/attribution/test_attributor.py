@@ -19,7 +19,7 @@ import forked
 import isokron
 from isokron.attribution import Attributor, Query
 from isokron.attribution.queries import read_queries
-from isokron.attribution.store import Store
+from isokron.attribution.store import Store, write_entries
 from isokron.tasks import Shown
 
 TEXTS = ["eval:0-2", "train:3", "abcabc"]
@@ -243,6 +243,34 @@ def test_a_projected_run_measures_its_noise(tmp_path: Path) -> None:
     assert answer["standard_error"] > 0
     for item in answer["proponents"]:
         assert item["noisy"] == (abs(item["score"]) < 2 * answer["standard_error"])
+
+
+@pytest.mark.parametrize("unit", [False, True])
+def test_scores_of_few_entries_are_on_the_scale_of_exact_ones(unit: bool, tmp_path: Path) -> None:
+    a = attributor(tmp_path, layers="*,!table").fit().build(dim=2)
+    stored = a.score(asked(a), unit=unit, by_layer=True, save=False)
+    exact = a.score(asked(a), unit=unit, store=False, save=False).as_subclass(Tensor)
+    projected = stored.as_subclass(Tensor)
+    # all 32 examples are in the sample: no factor would come closer to the exact scores
+    slopes = (exact * projected).sum(1) / projected.square().sum(1)
+    torch.testing.assert_close(slopes, torch.ones(5), rtol=1e-4, atol=0)
+    close(stored.by_layer.sum(1), projected)
+    residual = (projected - exact).square().mean(1).sqrt()
+    assert stored.noise is not None
+    torch.testing.assert_close(torch.tensor(stored.noise.standard_error), residual)
+    # read from the store, not from the few entries
+    close(a.self_influence(store=True), a.self_influence(store=False))
+
+
+def test_a_build_killed_before_its_schema_was_written_begins_anew(tmp_path: Path) -> None:
+    for name in ("straight", "killed"):
+        a = attributor(tmp_path / name).fit()
+        if name == "killed":  # with other settings
+            write_entries(a.folder.gradients, {"blocks": torch.arange(3).int()})
+        a.build(dim=2)
+    stores = [contents(tmp_path / name / "gradients") for name in ("straight", "killed")]
+    assert stores[0] == stores[1]
+    assert "entries.safetensors" in stores[0]
 
 
 def _ranks(values: Tensor) -> Tensor:

@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 from small_store import COLUMNS, SCHEMA, WIDTH, begin, build, contents, fill, gradients
 
 import isokron
-from isokron.attribution import store as store_module
-from isokron.attribution.store import Store
+from isokron.attribution.store import Store, read_entries, write_entries
 
 
 def test_a_store_gives_back_what_was_written(tmp_path: Path) -> None:
@@ -108,13 +107,34 @@ def test_other_settings_are_refused_with_every_difference(tmp_path: Path, finish
     assert contents(tmp_path) == before
 
 
-def test_a_store_of_another_generator_is_refused(tmp_path: Path) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store_module, "GENERATOR", "fold v0")
-        build(tmp_path)
+def test_a_store_of_another_version_is_refused(tmp_path: Path) -> None:
+    build(tmp_path)
+    path = tmp_path / "schema.json"
+    # as stores of projected rows were written before
+    older = {**json.loads(path.read_text()), "version": 3, "generator": "shake-256 fold v1"}
+    del older["entries"]
+    path.write_text(json.dumps(older))
     for look in (Store.open, begin):
-        with pytest.raises(ValueError, match=r"'fold v0'.* and this isokron .* reads .*fold v1'"):
+        with pytest.raises(ValueError, match=r"'version': 3.* reads .*4.*; build the store anew"):
             look(tmp_path)
+
+
+def test_entries_that_are_damaged_or_of_another_store_are_refused(tmp_path: Path) -> None:
+    entries = {"fc1": torch.arange(12).int(), "fc2": torch.arange(10).int()}
+    digest = write_entries(tmp_path, entries)
+    store = build(tmp_path, entries=digest)
+    stored = read_entries(tmp_path, store.schema)
+    assert all(stored[name].equal(entries[name]) for name in entries)
+    write_entries(tmp_path, {**entries, "fc2": torch.arange(1, 11).int()})
+    with pytest.raises(ValueError, match=r"entries.safetensors is damaged: .*; delete the folder"):
+        read_entries(tmp_path, store.schema)
+    with pytest.raises(ValueError, match=f"entries was '{digest}', is 'other'"):
+        begin(tmp_path, entries="other")
+    for damage in ("cut", "gone"):
+        path = tmp_path / "entries.safetensors"
+        path.write_bytes(path.read_bytes()[:9]) if damage == "cut" else path.unlink()
+        with pytest.raises(ValueError, match=r"entries.safetensors cannot be read: .*; delete the"):
+            read_entries(tmp_path, store.schema)
 
 
 def test_other_peoples_files_are_never_mixed_with(tmp_path: Path) -> None:
@@ -137,7 +157,7 @@ def test_gradients_that_float16_cannot_hold_are_named(tmp_path: Path, value: flo
 
 MEASURE = """
 import sys, torch
-from isokron.attribution.store import Store
+from isokron.attribution.store import Store, read_entries, write_entries
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096

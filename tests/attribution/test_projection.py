@@ -1,9 +1,8 @@
-"""Rows of gradients against gradients by autograd, H as a matrix and a naive fold, in float64."""
+"""Rows of gradients against gradients by autograd, and H as a matrix, in float64."""
 
 import os
 import subprocess
 import sys
-from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from isokron.attribution import projection
-from isokron.attribution.projection import Encoder, choose_dim, collect, encoders, signs, width
+from isokron.attribution.evaluate import spearman
+from isokron.attribution.projection import (
+    Encoder,
+    choose_dim,
+    collect,
+    encoders,
+    entry_shares,
+    largest_entries,
+    width,
+    with_entries,
+)
 from isokron.curvature import CrossEntropy, Curvature, fit
 from isokron.curvature.layers import Layer, find_layers, pack
 
 LOSS = CrossEntropy()
 METHODS = ["kfac", "ekfac", "tkfac", "shampoo"]
 DAMPING = 0.1
-WHOLE = 100  # a dimension at which nothing is folded
 
 
 class Words(nn.Module):
@@ -79,8 +86,16 @@ def gradients_by_layer(
 
 def rows_of(model: nn.Module, batches: list[Any], by_name: dict[str, Encoder]) -> Tensor:
     parts: list[Tensor] = []
-    collect(model, batches, LOSS, by_name, lambda rows, losses: parts.append(rows))
+    collect(model, batches, LOSS, by_name, lambda rows, *_: parts.append(rows))
     return torch.cat(parts)
+
+
+def chosen(
+    model: nn.Module, batches: list[Any], by_name: dict[str, Encoder], dim: int
+) -> dict[str, Encoder]:
+    """Encoders of the dim² largest entries of each layer."""
+    entries = largest_entries(entry_shares(model, batches, LOSS, by_name), dim)
+    return with_entries(by_name, entries, next(model.parameters()).device)
 
 
 def split(rows: Tensor, by_name: dict[str, Encoder]) -> dict[str, Tensor]:
@@ -113,45 +128,32 @@ def dense_products(
     return products
 
 
-def test_signs_are_the_same_on_every_machine() -> None:
-    assert projection.GENERATOR == "shake-256 fold v1"
-    assert signs(3, "layer.0", "output", 10).int().tolist() == [-1, -1, -1, 1, 1, 1, 1, 1, -1, -1]
-    assert signs(3, "layer.0", "output", 300)[:10].equal(signs(3, "layer.0", "output", 10))
-    many = [signs(*key, 4096) for key in [(0, "a", "input"), (1, "a", "input"), (0, "b", "input")]]
-    many.append(signs(0, "a", "output", 4096))
-    correlations = torch.corrcoef(torch.stack(many)) - torch.eye(4)
-    assert float(correlations.abs().max()) < 4 / 4096**0.5
-    assert abs(float(torch.stack(many).mean())) < 4 / (4 * 4096) ** 0.5
-
-
 @pytest.mark.parametrize("name", ["words", "pictures"])
-@pytest.mark.parametrize("dim", [4, WHOLE])
-def test_rows_are_folded_gradients_of_examples(name: str, dim: int) -> None:
+@pytest.mark.parametrize("dim", [4, 100])
+def test_rows_have_the_entries_with_the_largest_mean_share(name: str, dim: int) -> None:
     model, batches = case(name, torch.float64)
     layers = find_layers(model).layers
-    by_name = encoders(layers, dim, 1, None, dtype=torch.float64)
+    by_name = chosen(model, batches, encoders(layers, None, dtype=torch.float64), dim)
     parts = split(rows_of(model, batches, by_name), by_name)
     exact = gradients_by_layer(model, batches, layers)
     for layer in layers:
-        blocks, outputs, inputs = layer.shape
-        size = width(layer, dim)
-        left = signs(1, layer.name, "output", blocks * outputs)
-        right = signs(1, layer.name, "input", inputs)
-        matrices = exact[layer.name].reshape(-1, blocks * outputs, inputs)
-        expected = torch.zeros(len(matrices), size, dtype=torch.float64)
-        for r in range(blocks * outputs):
-            for c in range(inputs):
-                place = (r * inputs + c) % size
-                expected[:, place] += left[r] * right[c] * matrices[:, r, c]
-        torch.testing.assert_close(parts[layer.name], expected, rtol=1e-9, atol=1e-12)
+        flat = exact[layer.name].flatten(1)
+        shares = [float(x) for x in (flat**2 / (flat**2).sum(1, keepdim=True)).nansum(0)]
+        ranked = sorted(range(len(shares)), key=lambda k: -shares[k])
+        entries = sorted(ranked[: dim * dim])
+        assert len(entries) == width(layer, dim) == by_name[layer.name].width
+        torch.testing.assert_close(parts[layer.name], flat[:, entries], rtol=1e-9, atol=1e-12)
 
 
-def test_a_row_has_the_square_of_the_dimension_or_the_whole_layer() -> None:
-    large, small = find_layers(nn.Sequential(nn.Linear(575, 192), nn.Linear(3, 4))).layers
-    assert width(small, 16) == 16
-    for dim in (2, 16, 32, 64):
-        assert dim * dim - 8 < width(large, dim) <= dim * dim
-        assert gcd(width(large, dim), 576) == 1
+def test_one_example_with_a_large_gradient_does_not_choose_the_entries() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(6, 2, bias=False)
+    x = torch.zeros(9, 6)
+    x[:8, 1], x[8, 4] = 1.0, 1000.0  # squares of the last are larger than all others together
+    by_name = encoders(find_layers(model).layers, None)
+    batches = [(x, torch.zeros(9, dtype=torch.long))]
+    entries = largest_entries(entry_shares(model, batches, LOSS, by_name), 1)
+    assert entries[""].tolist()[0] % 6 == 1
 
 
 @pytest.mark.parametrize("name", ["words", "pictures"])
@@ -160,45 +162,53 @@ def test_products_of_complete_rows_are_those_with_the_inverse(name: str, method:
     model, batches = case(name, torch.float64)
     layers = find_layers(model).layers
     curvature = fit(model, batches, LOSS, method, dtype=torch.float64)
-    by_name = encoders(layers, WHOLE, 0, curvature.damped_inverse(DAMPING), dtype=torch.float64)
+    by_name = encoders(layers, curvature.damped_inverse(DAMPING), dtype=torch.float64)
     parts = split(rows_of(model, batches, by_name), by_name)
     exact = dense_products(layers, gradients_by_layer(model, batches, layers), curvature)
     for layer, part in parts.items():
         torch.testing.assert_close(part @ part.mT, exact[layer], rtol=1e-8, atol=1e-10)
+    # also where few entries are stored
+    squares: list[Tensor] = []
+    fewer = chosen(model, batches, by_name, 2)
+    collect(model, batches, LOSS, fewer, lambda rows, losses, part: squares.append(part))
+    expected = sum(products.diagonal() for products in exact.values())
+    torch.testing.assert_close(torch.cat(squares), expected, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", ["words", "pictures"])
-def test_products_of_folded_rows_are_unbiased_with_the_error_that_is_stated(name: str) -> None:
-    model, batches = case(name, torch.float64)
+@pytest.mark.parametrize("method", METHODS)
+def test_products_of_few_entries_rank_examples_better_than_a_sketch(method: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 5)).double()
+    # inputs whose variances fall as those of activations do
+    x = torch.randn(200, 40).double() / torch.arange(1, 41)
+    batches = [(x, torch.randint(0, 5, (200,)))]
     layers = find_layers(model).layers
-    inverse = fit(model, batches, LOSS, dtype=torch.float64).damped_inverse(DAMPING)
-    complete = encoders(layers, WHOLE, 0, inverse, dtype=torch.float64)
-    exact_parts = split(rows_of(model, batches, complete), complete)
-    exact = sum(part @ part.mT for part in exact_parts.values())
-    estimates = []
-    for seed in range(200):
-        by_name = encoders(layers, 5, seed, inverse, dtype=torch.float64)
-        rows = rows_of(model, batches, by_name)
-        estimates.append(rows @ rows.mT)
-    estimate = torch.stack(estimates)
-    error = estimate.std(0)
-    # 144 pairs, of which half differ: beyond 4.5 standard errors once in a thousand sets of seeds
-    assert bool(((estimate.mean(0) - exact).abs() <= 4.5 * error / 200**0.5 + 1e-12).all())
-    lengths = {layer: part.square().sum(1) for layer, part in exact_parts.items()}
-    stated = sum(
-        lengths[layer.name][:, None] * lengths[layer.name] / width(layer, 5)
-        for layer in layers
-        if layer.parameters > 25
-    ).sqrt()
-    pairs = ~torch.eye(len(exact), dtype=torch.bool)
-    assert 0.5 < float((error / stated)[pairs].mean()) < 1.3
+    inverse = fit(model, batches, LOSS, method, dtype=torch.float64).damped_inverse(DAMPING)
+    complete = encoders(layers, inverse, dtype=torch.float64)
+    rows = rows_of(model, batches, complete)
+    sample = [(batches[0][0][:50], batches[0][1][:50])]
+    fewer = chosen(model, sample, complete, 5)
+    few = rows_of(model, batches, fewer)[50:]
+    exact = rows[50:] @ rows[50:].mT
+    generator = torch.Generator().manual_seed(0)
+    # a Gaussian matrix for each layer, with as many numbers
+    sketch = torch.cat(
+        [
+            part @ torch.randn(part.size(1), 25, generator=generator).double() / 5
+            for part in split(rows[50:], complete).values()
+        ],
+        1,
+    )
+    assert few.size(1) == sketch.size(1) == 50
+    by_entries, by_sketch = (float(spearman(x @ x.mT, exact).mean()) for x in (few, sketch))
+    assert by_entries > by_sketch + 0.05
 
 
 def test_rows_of_a_bfloat16_model_are_float32() -> None:
     model, batches = case("words", torch.bfloat16)
-    rows = rows_of(model, batches, encoders(find_layers(model).layers, 4, 0, None))
+    rows = rows_of(model, batches, encoders(find_layers(model).layers, None))
     wide, precise = case("words")
-    exact = rows_of(wide, precise, encoders(find_layers(wide).layers, 4, 0, None))
+    exact = rows_of(wide, precise, encoders(find_layers(wide).layers, None))
     assert rows.dtype == torch.float32
     assert float((rows - exact).norm() / exact.norm()) < 0.05
     assert not rows.equal(rows.bfloat16().float())
@@ -213,13 +223,12 @@ def test_rows_of_weighted_terms_are_gradients_of_the_weighted_loss() -> None:
     def loss(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none"), batch[2]
 
-    by_name = encoders(find_layers(model).layers, WHOLE, 0, None, dtype=torch.float64)
+    by_name = encoders(find_layers(model).layers, None, dtype=torch.float64)
     parts: list[Tensor] = []
-    collect(model, [(x, y, weights)], loss, by_name, lambda rows, _: parts.append(rows))
+    collect(model, [(x, y, weights)], loss, by_name, lambda rows, *_: parts.append(rows))
     residual = model(x).softmax(1) - nn.functional.one_hot(y, 3)
     inputs = torch.cat([x, torch.ones(5, 1).double()], 1)
     expected = (weights[:, None, None] * residual[:, :, None] * inputs[:, None]).detach()
-    expected = expected * signs(0, "", "output", 3)[:, None] * signs(0, "", "input", 5)
     torch.testing.assert_close(parts[0], expected.flatten(1))
 
 
@@ -240,7 +249,7 @@ def test_a_layer_without_gradients_has_zeros_and_no_nan(method: str) -> None:
     model = Gated()
     batches = [(torch.randn(6, 4), torch.randint(0, 3, (6,)))]
     inverse = fit(model, batches, LOSS, method).damped_inverse(DAMPING)
-    by_name = encoders(find_layers(model).layers, 3, 0, inverse)
+    by_name = encoders(find_layers(model).layers, inverse)
     parts = split(rows_of(model, batches, by_name), by_name)
     assert float(parts["dead"].abs().max()) == 0
     assert bool(parts["live"].isfinite().all())
@@ -256,7 +265,7 @@ def test_a_dead_group_or_entry_has_zeros_and_the_others_have_not() -> None:
     model[1].weight.data[:] = torch.tensor([1.0, 1, 0, 0])[:, None]  # and its gradients
     batches = [(x, torch.randint(0, 4, (6,)))]
     inverse = fit(model, batches, LOSS).damped_inverse(DAMPING)
-    by_name = encoders(find_layers(model).layers, WHOLE, 0, inverse)
+    by_name = encoders(find_layers(model).layers, inverse)
     rows = rows_of(model, batches, by_name)
     blocks = split(rows, by_name)["0"].unflatten(1, (2, -1))
     assert bool(rows.isfinite().all())
@@ -267,7 +276,7 @@ def test_a_dead_group_or_entry_has_zeros_and_the_others_have_not() -> None:
 def test_a_batch_without_a_loss_has_zeros() -> None:
     model, batches = case("words")
     empty = batches[1][0], torch.full_like(batches[1][1], -100)
-    by_name = encoders(find_layers(model).layers, 4, 0, None)
+    by_name = encoders(find_layers(model).layers, None)
     rows = rows_of(model, [batches[0], empty, batches[2]], by_name)
     expected = rows_of(model, batches, by_name)
     assert rows[4:8].equal(torch.zeros_like(rows[4:8]))
@@ -290,7 +299,7 @@ def test_a_layer_that_a_batch_does_not_use_has_zeros() -> None:
     model = Experts()
     x, y = torch.randn(4, 4), torch.randint(0, 3, (4,))
     x[:, 0] = torch.tensor([1.0, 1, -1, -1])
-    by_name = encoders(find_layers(model).layers, WHOLE, 0, None)
+    by_name = encoders(find_layers(model).layers, None)
     parts = split(rows_of(model, [(x[:2], y[:2]), (x[2:], y[2:])], by_name), by_name)
     assert float(parts["experts.0"][:2].abs().max()) == 0
     assert float(parts["experts.1"][2:].abs().max()) == 0
@@ -327,14 +336,16 @@ SECOND_DEVICE = """
 import sys, torch
 sys.path[:0] = [sys.argv[1], sys.argv[1] + "/attribution"]
 import second_device
-from test_projection import LOSS, case, encoders, find_layers, fit, rows_of
+from test_projection import LOSS, case, chosen, encoders, find_layers, fit, rows_of
 
 for name in ("words", "pictures"):
     model, batches = case(name)
     inverse = fit(model, batches, LOSS).damped_inverse(0.1)
-    here = rows_of(model, batches, encoders(find_layers(model).layers, 3, 0, inverse))
+    complete = encoders(find_layers(model).layers, inverse)
+    here = rows_of(model, batches, chosen(model, batches, complete, 3))
     model, batches = model.to("npu"), [tuple(part.to("npu") for part in b) for b in batches]
-    there = rows_of(model, batches, encoders(find_layers(model).layers, 3, 0, inverse, "npu"))
+    complete = encoders(find_layers(model).layers, inverse, "npu")
+    there = rows_of(model, batches, chosen(model, batches, complete, 3))
     assert there.device.type == "npu"
     torch.testing.assert_close(there.cpu(), here, rtol=1e-5, atol=1e-6)
 print("passed")

@@ -99,7 +99,7 @@ def test_no_store_is_told_as_such(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 1}, r"'version': 1.* and this isokron .* reads .*'version': 3.*; build"),
+        ({"version": 1}, r"'version': 1.* and this isokron .* reads .*'version': 4.*; build"),
         ({"format": "zip"}, "'zip'.* and this isokron"),
         ({"examples": 9}, "belongs to another store"),
         ({"settings": {}}, "belongs to another store"),

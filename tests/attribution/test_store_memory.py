@@ -21,7 +21,7 @@ from isokron.curvature.layers import find_layers
 torch.manual_seed(0)
 model = nn.Linear(128, 128, bias=False)
 x, y = torch.randn(1500, 128), torch.randint(0, 128, (1500,))
-by_name = encoders(find_layers(model).layers, 128, 0, None)
+by_name = encoders(find_layers(model).layers, None)
 columns = {name: encoder.width for name, encoder in by_name.items()}
 width = sum(columns.values())
 folder, memory = Path(sys.argv[1]), 16 * 2**20
@@ -38,7 +38,7 @@ def run(name, examples):
     for number, first, last in store.missing():
         rows = []
         batch = x[first:last], y[first:last]
-        collect(model, [batch], CrossEntropy(), by_name, lambda part, losses: rows.append(part))
+        collect(model, [batch], CrossEntropy(), by_name, lambda part, *_: rows.append(part))
         store.write(number, torch.cat(rows), [str(k) for k in range(first, last)], {})
     store.finish()
     query = torch.randn(2, width)

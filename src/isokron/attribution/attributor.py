@@ -294,12 +294,12 @@ class Attributor:
         """Store projected gradients of all training examples, to score without the data.
 
         Args:
-            dim: a row has dim × dim numbers per layer, or the full gradient of a smaller layer.
+            dim: a row has dim × dim entries per layer, or the full gradient of a smaller layer.
                 Default: a small power of two, at least 16, whose scores have a rank correlation
                 of 0.9 with exact ones, measured on a sample.
             damping: damping of H, as a multiple of each layer's mean eigenvalue.
             dtype: "float32", "bfloat16" or "float16".
-            seed: random seed of the projection.
+            seed: random seed of the examples on which the entries are chosen.
             queries: the default `dim` is chosen for these; default: some training examples.
         """
         if self.is_unrolled:
@@ -309,8 +309,9 @@ class Attributor:
         limit, scorer = self.budget.limit, self._store_scorer()
         asked = [] if queries is None else self.queries(queries)
         plan = self.memory_plan(queries=asked)
-        # rows are whitened by matrices of the size of the statistics
-        parts = {**plan.parts, "whitening": plan.parts["statistics"]}
+        # rows are whitened by matrices of the size of the statistics, and every entry is measured
+        shares = 4 * sum(layer.parameters for layer in scorer.subject.layers)
+        parts = {**plan.parts, "whitening": plan.parts["statistics"] + shares}
         replace(plan, parts=parts).check()
         if dim is None:
             earlier = self.folder.stage("build")
@@ -433,13 +434,12 @@ class Attributor:
     def self_influence(self, damping: float | None = None, store: bool | None = None) -> Tensor:
         """⟨∇, H⁻¹∇⟩ of every training example, [N]; large for rare and mislabelled examples.
 
-        With a store these are the squared norms of its rows, otherwise it takes a pass.
+        With a store they are read from it, otherwise it takes a pass.
         """
         use_store = self.folder.stage("build") is not None if store is None else store
         if use_store:
-            scorer = self._store_scorer(self.store)
-            scorer.settled({"damping": damping})
-            return scorer.stored_self_influence()
+            self._store_scorer(self.store).settled({"damping": damping})
+            return self.store.extra("square")
         self.memory_plan().check()
         return self.exact.self_influence(self.exact.settled({"damping": damping})["damping"])
 

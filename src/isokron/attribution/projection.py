@@ -1,4 +1,4 @@
-"""Projection of gradients: whitened by the curvature, then folded into short rows.
+"""Projection of gradients: whitened by the curvature, of which the largest entries are stored.
 
 A layer's gradient ∇ = Σ_s g̃āᵀ is whitened to W, such that ⟨W_q, W_t⟩ = ⟨∇_q, H⁻¹∇_t⟩:
 
@@ -6,21 +6,18 @@ A layer's gradient ∇ = Σ_s g̃āᵀ is whitened to W, such that ⟨W_q, W_t�
     K-FAC, TKFAC, Shampoo  W = L_G⁻¹ ∇ L_A⁻ᵀ              L_G, L_A: Cholesky factors of damped sides
     EK-FAC                 W = (Λ + λ)^(−½) ⊙ Q_Gᵀ∇Q_A
 
-and W [o, i] is folded to D numbers: entry (r, c), times random signs s_r s_c, is added to number
-(r·i + c) mod D. Products of rows estimate ⟨W_q, W_t⟩ without bias, since the signs of two entries
-that are added are independent, and with a standard error of about |W_q||W_t|/√D. D and i have no
-common divisor, so that entries of one row or column collide no more often than any others. This is
-a count sketch (Charikar et al. 2002) with the signs and indices of a tensor sketch (Pham & Pagh
-2013). The usual random matrix for either side has a larger error if ∇ is of low rank.
+A row has the D entries of W whose share W²/|W|² is largest in the mean over a sample of examples.
+With shares v, those left out are missing from a product ⟨W_q, W_t⟩ with a variance of about Σv², a
+sum of small squares. A random projection to D numbers (count sketch, Gaussian or orthogonal
+matrices) is unbiased but adds noise of variance (Σv)²/D, and ranks examples worse. Shares are used
+because the mean of W² would be decided by a few examples with large losses.
 """
 
-import hashlib
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from math import ceil, gcd, log2
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import ceil, log2
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -33,98 +30,126 @@ from isokron.curvature.statistics import Uses
 from isokron.linalg import eigh
 from isokron.operators import CholeskyInverse, Factor, Kron, KronEigen
 
-# version of the mapping from (seed, layer) to signs and indices; recorded in every store
-GENERATOR = "shake-256 fold v1"
 LEAST_DIM = 16
+TINY = 1e-30
 
-# rows [n, D] of a batch, and the losses [n] of its examples
-Take = Callable[[Tensor, Tensor], None]
-
-
-def signs(seed: int, layer: str, side: str, size: int) -> Tensor:
-    """Random ±1 [size] of a layer's side, the same on every machine and device."""
-    text = f"isokron {GENERATOR} {seed} {side} {layer}"
-    digest = hashlib.shake_256(text.encode()).digest(-(-size // 8))
-    bits = np.unpackbits(np.frombuffer(digest, np.uint8), count=size)
-    return torch.from_numpy(bits.astype(np.float32) * 2 - 1)
+# rows [n, D] of a batch, the losses [n] of its examples, and their ⟨∇, H⁻¹∇⟩ [n]
+Take = Callable[[Tensor, Tensor, Tensor], None]
 
 
 def width(layer: Layer, dim: int) -> int:
-    """D, the width of a layer in a row: dim² or slightly less, or the size of a small layer."""
-    blocks, outputs, inputs = layer.shape
-    limit = dim * dim
-    if blocks * outputs * inputs <= limit:
-        return blocks * outputs * inputs
-    return next(size for size in range(limit, 0, -1) if gcd(size, inputs) == 1)
+    """D, the width of a layer in a row: dim², or the size of a smaller layer."""
+    return min(dim * dim, layer.parameters)
 
 
 @dataclass(frozen=True, eq=False)
 class Encoder:
-    """Rows of one layer: fold(scale ⊙ L∇Rᵀ).
+    """Rows of one layer: entries of W = scale ⊙ L∇Rᵀ.
 
-    left: L [B, o, o], or [B, o] where it is diagonal; right: R [B, i, i] or [1, i]. Both include
-    the random signs. scale: [B, o, i] or None.
+    left: L [B, o, o]; right: R [B, i, i]; scale: [B, o, i]; each None for the identity. entries:
+    indices [D] into the flat W, or None for all of it.
     """
 
     layer: Layer
-    width: int
-    left: Tensor
-    right: Tensor
-    scale: Tensor | None = None
+    left: Tensor | None
+    right: Tensor | None
+    scale: Tensor | None
+    dtype: torch.dtype
+    entries: Tensor | None = None
 
-    def rows(self, uses: Uses) -> Tensor:
-        """Rows of the examples of a batch: [N, D]"""
-        if uses.kind == "diagonal":  # the sides of a norm are its parameters and their entries
-            signed = gradient(self.layer, uses) * self.left[..., None] * self.right[:, None]
-            return self._folded(signed)
+    @property
+    def width(self) -> int:
+        return self.layer.parameters if self.entries is None else len(self.entries)
+
+    def rows(self, uses: Uses) -> tuple[Tensor, Tensor]:
+        """Rows [N, D] and |W|² [N] of the examples of a batch."""
+        parts = [(self._stored(part), part.square().sum(1)) for part in self.whitened(uses)]
+        rows, squares = zip(*parts, strict=True)
+        return torch.cat(rows), torch.cat(squares)
+
+    def whitened(self, uses: Uses) -> Iterator[Tensor]:
+        """The flat W of the examples of a batch, a few at a time: [n, B·o·i]"""
+        if uses.kind == "diagonal":  # a norm's curvature is diagonal, without sides
+            yield self._scaled(gradient(self.layer, uses))
+            return
         # whitened by position, since positions are smaller than the gradients
         grads = _times(uses.grads, self.left)
         inputs = _times(uses.written().inputs, self.right)
         step = max(1, CHUNK // self.layer.parameters)
-        pairs = zip(grads.split(step, 1), inputs.split(step, 1), strict=True)
-        return torch.cat([self._folded((g.mT @ a).movedim(0, 1)) for g, a in pairs])
+        for g, a in zip(grads.split(step, 1), inputs.split(step, 1), strict=True):
+            yield self._scaled((g.mT @ a).movedim(0, 1))
 
-    def _folded(self, matrices: Tensor) -> Tensor:
-        """[N, B, o, i] → [N, D]"""
-        flat = (matrices if self.scale is None else matrices * self.scale).flatten(1)
-        complete = flat.size(1) // self.width * self.width
-        rows = flat[:, :complete].view(len(flat), -1, self.width).sum(1)
-        rows[:, : flat.size(1) - complete] += flat[:, complete:]
+    def _scaled(self, matrices: Tensor) -> Tensor:
+        return (matrices if self.scale is None else matrices * self.scale).flatten(1)
+
+    def _stored(self, flat: Tensor) -> Tensor:
+        return flat if self.entries is None else flat[:, self.entries]
+
+
+def _times(rows: Tensor, side: Tensor | None) -> Tensor:
+    """XMᵀ, with one product per block. X [B, N, S, d], M [B, d, d]"""
+    if side is None:
         return rows
-
-
-def _times(rows: Tensor, side: Tensor) -> Tensor:
-    """XMᵀ, with one product per block. X [B, N, S, d], M [B, d, d] or its diagonal [B, d]"""
-    if side.ndim == 2:
-        return rows * side[:, None, None]
     return (rows.flatten(1, 2) @ side.mT).unflatten(1, rows.shape[1:3])
 
 
 def encoders(
     layers: Iterable[Layer],
-    dim: int,
-    seed: int,
     inverse: Curvature | None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, Encoder]:
-    """An encoder for each layer. inverse: the damped H⁻¹, None for the identity."""
+    """An encoder of all of W for each layer. inverse: the damped H⁻¹, None for the identity."""
     by_name = {}
     for layer in layers:
-        blocks, outputs, inputs = layer.shape
-        left = signs(seed, layer.name, "output", blocks * outputs).view(blocks, outputs)
-        right = signs(seed, layer.name, "input", inputs)[None]
-        left, right, scale = left.to(device, dtype), right.to(device, dtype), None
-        if inverse is not None:
-            whiten_left, whiten_right, scale = _whitening(inverse[layer.name])
-            left, right = _signed(left, whiten_left), _signed(right, whiten_right)
-            scale = None if scale is None else scale.to(device, dtype)
-        by_name[layer.name] = Encoder(layer, width(layer, dim), left, right, scale)
+        parts = (None,) * 3 if inverse is None else _whitening(inverse[layer.name])
+        left, right, scale = (None if x is None else x.to(device, dtype) for x in parts)
+        by_name[layer.name] = Encoder(layer, left, right, scale, dtype)
     return by_name
 
 
-def _signed(side_signs: Tensor, matrix: Tensor | None) -> Tensor:
-    return side_signs if matrix is None else side_signs[..., None] * matrix.to(side_signs)
+def entry_shares(
+    model: nn.Module,
+    batches: Iterable[Any],
+    loss: Loss | Likelihood,
+    by_name: Mapping[str, Encoder],
+) -> dict[str, Tensor]:
+    """Σ W²/|W|² over the examples, by layer: [B·o·i]"""
+    totals = {
+        name: torch.zeros(encoder.layer.parameters, dtype=encoder.dtype)
+        for name, encoder in by_name.items()
+    }
+    layers = [encoder.layer for encoder in by_name.values()]
+    dtype = next(iter(by_name.values())).dtype
+    passes = Passes(model, batches, loss, layers, dtype=dtype, weighting="linear")
+
+    def fold(layer: Layer, uses: Uses) -> None:
+        for part in by_name[layer.name].whitened(uses):
+            squares = part.square()
+            shares = squares / squares.sum(1, keepdim=True).clamp_min(TINY)
+            totals[layer.name] += shares.sum(0).cpu()
+
+    passes.over(fold, check=False)
+    return totals
+
+
+def largest_entries(shares: Mapping[str, Tensor], dim: int) -> dict[str, Tensor]:
+    """The dim² entries of each layer with the largest shares, in ascending order: [D], int32"""
+    largest = {name: x.topk(min(dim * dim, len(x))).indices for name, x in shares.items()}
+    return {name: indices.sort().values.int() for name, indices in largest.items()}
+
+
+def with_entries(
+    by_name: Mapping[str, Encoder], entries: Mapping[str, Tensor], device: torch.device | str
+) -> dict[str, Encoder]:
+    """The same encoders, for rows that have only these entries."""
+    return {
+        # a layer that is stored in full is not gathered
+        name: replace(encoder, entries=entries[name].long().to(device))
+        if len(entries[name]) < encoder.layer.parameters
+        else encoder
+        for name, encoder in by_name.items()
+    }
 
 
 def _whitening(inverse: Kron | KronEigen) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -153,17 +178,19 @@ def collect(
     by_name: dict[str, Encoder],
     take: Take,
 ) -> None:
-    """Call `take` with the rows of every batch and the losses of its examples."""
+    """Call `take` with the rows, losses and ⟨∇, H⁻¹∇⟩ of the examples of every batch."""
     parts: dict[str, Tensor] = {}
+    layer_squares: list[Tensor] = []
     layers = [encoder.layer for encoder in by_name.values()]
     # half-precision models are computed in the precision of the encoders
-    dtype = next(iter(by_name.values())).left.dtype
+    dtype = next(iter(by_name.values())).dtype
     passes = Passes(model, batches, loss, layers, dtype=dtype, weighting="linear")
 
     def fold(layer: Layer, uses: Uses) -> None:
-        rows = by_name[layer.name].rows(uses)
+        rows, squares = by_name[layer.name].rows(uses)
         earlier = parts.get(layer.name)
         parts[layer.name] = rows if earlier is None else earlier + rows
+        layer_squares.append(squares)
 
     def after() -> None:
         # a batch may not use a layer, such as an expert: its columns are 0
@@ -171,8 +198,9 @@ def collect(
         rows = [
             parts.get(name, zeros.expand(-1, encoder.width)) for name, encoder in by_name.items()
         ]
-        take(torch.cat(rows, 1), passes.losses)
+        take(torch.cat(rows, 1), passes.losses, sum(layer_squares, zeros[:, 0]))
         parts.clear()
+        layer_squares.clear()
 
     passes.over(fold, after, check=False)
 
@@ -199,8 +227,8 @@ def choose_dim(
             return dim
         if dim * dim >= largest:  # a larger store would not differ
             return None
-        # ρ²/(1 − ρ²) grows with dim², as the variance of the noise falls: skip to the largest
-        # power of two below the dimension that this predicts
+        # ρ²/(1 − ρ²) grows no faster than dim², the number of entries: skip to the largest power
+        # of two below the dimension that this predicts
         odds = max(correlation, 0.05) ** 2 / (1 - min(correlation, least) ** 2)
         wanted = dim * (least**2 / (1 - least**2) / odds) ** 0.5
         dim = max(2 * dim, 2 ** min(int(log2(wanted)), ceil(log2(largest) / 2)))

@@ -12,10 +12,28 @@ from torch import Tensor
 from isokron.attribution.data import Data, Subject, spread, to_device
 from isokron.attribution.evaluate import Noise, noise
 from isokron.attribution.memory import MemoryPlan
-from isokron.attribution.projection import Encoder, choose_dim, collect, encoders
+from isokron.attribution.projection import (
+    Encoder,
+    choose_dim,
+    collect,
+    encoders,
+    entry_shares,
+    largest_entries,
+    width,
+    with_entries,
+)
 from isokron.attribution.queries import Query
 from isokron.attribution.score import QueryGradients, exact_scores, query_gradients
-from isokron.attribution.store import DTYPES, SCHEMA, Schema, Span, Store, read_schema
+from isokron.attribution.store import (
+    DTYPES,
+    SCHEMA,
+    Schema,
+    Span,
+    Store,
+    read_entries,
+    read_schema,
+    write_entries,
+)
 from isokron.curvature import Curvature
 from isokron.curvature.layers import Layer
 from isokron.distributed import Ranks
@@ -26,6 +44,7 @@ from isokron.tasks import Shown
 SHARDS = 16  # minimum number, so that processes can share them
 SHARD = 128 * 2**20  # maximum bytes of gradients in a shard
 SAMPLE = 64  # training examples on which projected scores are compared with exact ones
+MEASURED = 128  # other training examples, on which the entries of a row are chosen
 ASKED = 8  # queries used to choose a dimension
 SPEARMAN = 0.9  # minimum rank correlation with exact scores for the default dimension
 TINY = 1e-30
@@ -248,23 +267,35 @@ class StoreScorer(ExactScorer):
     ) -> tuple[Scored, Noise | None]:
         options = score_options(settings)
         scored = self.stored_scores(queries, **options)
-        noise = self.noise(queries, scored, settings["damping"], plan.block, options["mean"])
+        scored, noise = self.calibrated(
+            queries, scored, settings["damping"], plan.block, options["mean"]
+        )
         if settings["mode"] == "nearest":
             # one row of scores stands for all queries
             noise = replace(noise, standard_error=[max(noise.standard_error)])
         return scored.combined(settings["mode"]), noise
 
     def encoders(self, settings: Mapping[str, Any]) -> dict[str, Encoder]:
+        """Encoders of complete whitened gradients."""
         inverse = self.inverse(settings["damping"])
-        layers, device = self.subject.layers, self.subject.device
-        return encoders(layers, settings["dim"], settings["seed"], inverse, device)
+        return encoders(self.subject.layers, inverse, self.subject.device)
+
+    def shares(self, complete: dict[str, Encoder], seed: int) -> dict[str, Tensor]:
+        """The shares of entries, measured on random examples; see `entry_shares`."""
+        data, subject = self.subject.data, self.subject
+        order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed)).tolist()
+        # the noise of scores is measured on other examples, if there are enough
+        sample = set(self.sample())
+        numbers = sorted(order, key=lambda number: number in sample)[:MEASURED]
+        batches = subject.batches(data.plan(sorted(numbers)))
+        return entry_shares(subject.model, batches, subject.loss, complete)
 
     def query_rows(self, by_name: dict[str, Encoder], queries: Sequence[Query]) -> Tensor:
         """Projected gradients of queries: [Q, D]"""
         subject, rows = self.subject, list[Tensor]()
         batches = self._batches_of(queries)
         # a query may be a batch of several rows, whose gradients are summed
-        collect(subject.model, batches, subject.loss, by_name, lambda r, _: rows.append(r.sum(0)))
+        collect(subject.model, batches, subject.loss, by_name, lambda r, *_: rows.append(r.sum(0)))
         return torch.stack(rows).float().cpu()
 
     def stored_scores(
@@ -277,43 +308,45 @@ class StoreScorer(ExactScorer):
     ) -> Scored:
         """Products of the queries' rows with all rows of the store, read block by block."""
         store = self.store
-        rows = self.query_rows(self.encoders(store.schema.settings["build"]), queries)
+        entries = read_entries(store.folder, store.schema)
+        complete = self.encoders(store.schema.settings["build"])
+        rows = self.query_rows(with_entries(complete, entries, self.subject.device), queries)
         rows = rows.mean(0, keepdim=True) if mean else rows
         columns = [store.columns(layer.name) for layer in self.subject.layers]
         ranks = self.subject.ranks
         columns = columns if by_layer else [slice(None)]
-        parts, squares = [torch.zeros(len(rows), len(columns), 0)], [torch.zeros(0)]
+        parts = [torch.zeros(len(rows), len(columns), 0)]
         with together(ranks, "scoring shards"):
             for block in store.blocks(self.memory, share(ranks, store.schema.shards)):
                 stored = block.float()
                 parts.append(torch.stack([rows[:, c] @ stored[:, c].mT for c in columns], 1))
-                squares.append(stored.square().sum(1))
         total = side_by_side(ranks, torch.cat(parts, 2))
         lengths = None
         if unit:
-            roots = side_by_side(ranks, torch.cat(squares)).sqrt()
+            roots = store.extra("square").clamp_min(0).sqrt()
             lengths = (rows.norm(dim=1)[:, None] * roots).clamp_min(TINY)
         return Scored(total.sum(1), total if by_layer else None, lengths, store.extra("loss"))
-
-    def stored_self_influence(self) -> Tensor:
-        """Squared norms of rows, which estimate ⟨∇, H⁻¹∇⟩ of every example: [N]"""
-        ranks, parts = self.subject.ranks, [torch.zeros(0)]
-        with together(ranks, "scoring shards"):
-            for block in self.store.blocks(self.memory, share(ranks, self.store.schema.shards)):
-                parts.append(block.float().square().sum(1))
-        return side_by_side(ranks, torch.cat(parts))
 
     def sample(self) -> list[int]:
         """Examples on which projected scores are compared with exact ones."""
         return spread(len(self.subject.data), min(SAMPLE, len(self.subject.data)))
 
-    def noise(
+    def calibrated(
         self, queries: Sequence[Query], scored: Scored, damping: float, block: int, mean: bool
-    ) -> Noise:
-        """Compare projected scores, or cosines, with exact ones on a sample of examples."""
+    ) -> tuple[Scored, Noise]:
+        """Scores on the scale of exact ones, and their noise, by a sample of examples.
+
+        Scores, or cosines, of a query are multiplied by one number, the least-squares fit to its
+        exact ones: entries that are not stored would have added to most products.
+        """
         sample, unit = self.sample(), scored.lengths is not None
         exact = self.scores(queries, damping, block=block, mean=mean, unit=unit, numbers=sample)
-        return noise(exact.comparable(), scored.comparable()[:, sample])
+        wanted, projected = exact.comparable(), scored.comparable()[:, sample]
+        slopes = (wanted * projected).sum(1) / projected.square().sum(1).clamp_min(TINY)
+        slopes = torch.where(slopes > 0, slopes, 1.0)[:, None]
+        by_layer = None if scored.by_layer is None else scored.by_layer * slopes[:, None]
+        scaled = scored._replace(scores=scored.scores * slopes, by_layer=by_layer)
+        return scaled, noise(wanted, projected * slopes)
 
     def chosen_dim(
         self, settings: Mapping[str, Any], queries: Sequence[Query], memory: int, block: int
@@ -328,10 +361,12 @@ class StoreScorer(ExactScorer):
             queries = [Query(data.batch([n]), (Shown(title=data.ids[n]),), "") for n in numbers]
         queries = queries[:ASKED]
         exact = self.scores(queries, settings["damping"], block=block, numbers=sample).scores
+        complete = self.encoders(settings)
+        shares = self.shares(complete, settings["seed"])
 
         def measure(dim: int) -> float:
-            projected = self.computed_scores({**settings, "dim": dim}, queries, sample)
-            return noise(exact, projected).spearman
+            by_name = with_entries(complete, largest_entries(shares, dim), self.subject.device)
+            return noise(exact, self._products(by_name, queries, sample)).spearman
 
         dim = choose_dim(self.subject.layers, len(data), memory, measure, SPEARMAN)
         if self.subject.ranks is not None:
@@ -347,8 +382,16 @@ class StoreScorer(ExactScorer):
         self, settings: Mapping[str, Any], queries: Sequence[Query], numbers: Sequence[int]
     ) -> Tensor:
         """Scores [Q, n] of some examples from rows that are computed now and not stored."""
-        by_name, plan = self.encoders(settings), self.subject.data.plan(numbers)
-        rows, _ = self._rows(by_name, plan)
+        complete = self.encoders(settings)
+        entries = largest_entries(self.shares(complete, settings["seed"]), settings["dim"])
+        by_name = with_entries(complete, entries, self.subject.device)
+        return self._products(by_name, queries, numbers)
+
+    def _products(
+        self, by_name: dict[str, Encoder], queries: Sequence[Query], numbers: Sequence[int]
+    ) -> Tensor:
+        plan = self.subject.data.plan(numbers)
+        rows = self._rows(by_name, plan)[0]
         return self.query_rows(by_name, queries) @ rows[positions(plan, numbers)].mT
 
     def build(
@@ -358,17 +401,25 @@ class StoreScorer(ExactScorer):
 
         recorded: all settings that the numbers depend on; a store with other settings is refused.
         """
-        data, ranks, by_name = self.subject.data, self.subject.ranks, self.encoders(settings)
-        columns = {name: encoder.width for name, encoder in by_name.items()}
-        per_shard = shard_size(4 * sum(columns.values()), len(data), memory)
-        if (folder / SCHEMA).exists():
-            # as when the build began, also if there is less free memory now
-            per_shard = read_schema(folder).examples_per_shard
-        if ranks is not None:
-            ranks.agree("examples in a shard", per_shard)
-        schema = Schema(recorded, columns, len(data), per_shard, settings["dtype"])
+        data, ranks, complete = self.subject.data, self.subject.ranks, self.encoders(settings)
+        columns = {
+            name: width(encoder.layer, settings["dim"]) for name, encoder in complete.items()
+        }
+        schema = Schema(recorded, columns, len(data), 1, settings["dtype"])
         with in_turn(ranks, "opening the store"):
+            if (folder / SCHEMA).exists():
+                # as when the build began, also if there is less free memory now
+                begun = read_schema(folder)
+                per_shard, digest = begun.examples_per_shard, begun.entries
+            else:
+                per_shard = shard_size(4 * schema.width, len(data), memory)
+                entries = largest_entries(self.shares(complete, settings["seed"]), settings["dim"])
+                digest = write_entries(folder, entries)
+            schema = replace(schema, examples_per_shard=per_shard, entries=digest)
             store = Store.begin(folder, schema)
+        # one file for all ranks, since another machine may round shares differently
+        entries = read_entries(folder, store.schema)
+        by_name = with_entries(complete, entries, self.subject.device)
         spans = _missing(store, ranks)
         spans = spans if ranks is None else spans[ranks.rank :: ranks.size]
         total, done = sum(span.last - span.first for span in spans), 0
@@ -376,24 +427,28 @@ class StoreScorer(ExactScorer):
         with together(ranks, "building shards"):
             for number, first, last in spans:
                 plan = data.plan(range(first, last))
-                rows, losses = (x[positions(plan, None)] for x in self._rows(by_name, plan))
-                store.write(number, rows, data.ids[first:last], {"loss": losses})
+                order = positions(plan, None)
+                rows, losses, squares = (x[order] for x in self._rows(by_name, plan))
+                extra = {"loss": losses, "square": squares}
+                store.write(number, rows, data.ids[first:last], extra)
                 done += last - first
                 self.subject.progress("build", done, total)
         with in_turn(ranks, "finishing the store"):
             return store.finish()
 
-    def _rows(self, by_name: dict[str, Encoder], plan: list[list[int]]) -> tuple[Tensor, Tensor]:
-        """Rows [n, D] and losses [n] of some examples on the CPU, in the order of the plan."""
-        subject, rows, losses = self.subject, list[Tensor](), list[Tensor]()
+    def _rows(
+        self, by_name: dict[str, Encoder], plan: list[list[int]]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows [n, D], losses [n] and ⟨∇, H⁻¹∇⟩ [n] on the CPU, in the order of the plan."""
+        subject, parts = self.subject, list[tuple[Tensor, ...]]()
 
-        def take(batch_rows: Tensor, batch_losses: Tensor) -> None:
-            _check_finite(batch_rows, batch_losses, subject.data, plan[len(rows)])
-            rows.append(batch_rows.cpu())
-            losses.append(batch_losses.cpu())
+        def take(rows: Tensor, losses: Tensor, squares: Tensor) -> None:
+            _check_finite(rows, losses, subject.data, plan[len(parts)])
+            parts.append((rows.cpu(), losses.cpu(), squares.cpu()))
 
         collect(subject.model, subject.batches(plan), subject.loss, by_name, take)
-        return torch.cat(rows), torch.cat(losses)
+        rows, losses, squares = (torch.cat(part) for part in zip(*parts, strict=True))
+        return rows, losses, squares
 
 
 def projected_layers(layers: Sequence[Layer], lowrank: Sequence[str]) -> list[Layer]:

@@ -1,6 +1,7 @@
 """Gradient stores on disk: one row of numbers per example, in safetensors shards.
 
 schema.json              settings, columns of each layer, examples per shard
+entries.safetensors      by layer, the entries of the whitened gradient that a row has
 shard-00000.safetensors  gradients [rows, D], ids and further tensors of these examples; its header
                          has the digest of the schema and the SHA-256 of its tensors
 
@@ -18,20 +19,20 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import load, save
 from torch import Tensor
 
 from isokron._version import __version__
 from isokron.attribution.data import hash_of
-from isokron.attribution.projection import GENERATOR
 from isokron.files import check_free, check_same, clear_beside, write_atomically, write_json
 
 logger = logging.getLogger(__name__)
 
-FORMAT = {"format": "isokron gradient store", "version": 3}
-SCHEMA = "schema.json"
+FORMAT = {"format": "isokron gradient store", "version": 4}
+SCHEMA, ENTRIES = "schema.json", "entries.safetensors"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 AGAIN = "run the same build command again"
+ANEW = "delete the folder and build the store anew"
 
 
 class Span(NamedTuple):
@@ -47,6 +48,7 @@ class Schema:
     """What a store contains; fixed before the first row is written.
 
     settings: JSON-able; all settings that the numbers depend on. columns: layer → width in a row.
+    entries: SHA-256 of the entries that were chosen.
     """
 
     settings: dict[str, Any]
@@ -54,6 +56,7 @@ class Schema:
     examples: int
     examples_per_shard: int
     dtype: str = "float32"
+    entries: str = ""
 
     @property
     def width(self) -> int:
@@ -87,9 +90,9 @@ class Store:
         """A store to write, or the one in the folder if its schema is the same."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        check_free(folder, SCHEMA)
+        check_free(folder, SCHEMA, (ENTRIES,))
         if not (folder / SCHEMA).exists():
-            write_json(folder / SCHEMA, {**FORMAT, "generator": GENERATOR, **asdict(schema)})
+            write_json(folder / SCHEMA, {**FORMAT, **asdict(schema)})
         begun = read_schema(folder)
         check_same(folder, "store", _flat(begun), _flat(schema))
         return Store(folder, begun)
@@ -141,7 +144,11 @@ class Store:
     def finish(self) -> "Store":
         """Open the finished store, and remove temporary files of killed processes."""
         store = Store.open(self.folder)
-        for path in (self.folder / SCHEMA, *map(self._path, range(self.schema.shards))):
+        for path in (
+            self.folder / SCHEMA,
+            self.folder / ENTRIES,
+            *map(self._path, range(self.schema.shards)),
+        ):
             clear_beside(path)
         return store
 
@@ -214,12 +221,10 @@ def read_schema(folder: Path) -> Schema:
         body = dict(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path} is damaged, not JSON: {error}; build the store anew") from None
-    # another generator would project queries with other random numbers than the rows
-    wanted = {**FORMAT, "generator": GENERATOR}
-    stored = {name: body.pop(name, None) for name in wanted}
-    if stored != wanted:
+    stored = {name: body.pop(name, None) for name in FORMAT}
+    if stored != FORMAT:
         raise ValueError(
-            f"{path} is of {stored}, and this isokron {__version__} reads {wanted}; build the "
+            f"{path} is of {stored}, and this isokron {__version__} reads {FORMAT}; build the "
             "store anew"
         )
     try:
@@ -228,11 +233,31 @@ def read_schema(folder: Path) -> Schema:
         raise ValueError(f"{path} is damaged: {error}; build the store anew") from None
 
 
+def write_entries(folder: Path, entries: Mapping[str, Tensor]) -> str:
+    """Write the entries of each layer; returns their SHA-256, for the schema."""
+    folder.mkdir(parents=True, exist_ok=True)
+    check_free(folder, SCHEMA, (ENTRIES,))
+    write_atomically(folder / ENTRIES, [save(dict(entries))])
+    return hash_of(dict(sorted(entries.items())))
+
+
+def read_entries(folder: Path, schema: Schema) -> dict[str, Tensor]:
+    """The entries of each layer, checked to be those of the schema."""
+    path = folder / ENTRIES
+    try:
+        entries = load(path.read_bytes())
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path} cannot be read: {error}; {ANEW}") from None
+    if hash_of(dict(sorted(entries.items()))) != schema.entries:
+        raise ValueError(f"{path} is damaged: its SHA-256 differs; {ANEW}")
+    return entries
+
+
 def _flat(schema: Schema) -> dict[str, Any]:
     """One entry per setting and layer, so that an error names the one that differs."""
     columns = {f"columns of {layer}": width for layer, width in schema.columns.items()}
     sizes = {"examples": schema.examples, "examples_per_shard": schema.examples_per_shard}
-    return {**schema.settings, **sizes, "dtype": schema.dtype, **columns}
+    return {**schema.settings, **sizes, "dtype": schema.dtype, **columns, "entries": schema.entries}
 
 
 def _check_finite(rows: Tensor, first: int) -> None:
