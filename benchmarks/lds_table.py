@@ -76,7 +76,7 @@ SETTINGS = {
         lambda: refinement.mnist(refinement.perceptron),
         lambda m: SGD(m.parameters(), 0.01, momentum=0.9),
         50,
-        5,
+        3,
     ),
     "digits": Setting(
         lds.perceptron_task, lambda m: isokron.AdamW(m.named_parameters(), 1e-3), 30, 5
@@ -286,7 +286,9 @@ def run_peer(study: Study, peer: str, installed: str) -> dict[str, Result]:
         program = Path(__file__).with_name("lds_peers.py")
         environment = {**os.environ, "PYTHONPATH": installed}
         command = [sys.executable, str(program), peer, str(inputs), str(outputs)]
-        subprocess.run(command, check=True, env=environment, stderr=subprocess.DEVNULL)
+        ended = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True)
+        if ended.returncode:
+            raise RuntimeError(f"{peer} failed:\n{ended.stderr[-2000:]}")
         scores = load_file(outputs)
         with safe_open(outputs, "pt") as file:
             facts = json.loads(file.metadata()["facts"])

@@ -70,6 +70,7 @@ CASES = {
     "mnist-sgd": Case("mnist-tiny", 0.05, 150, "torch.optim:SGD(momentum=0.9)"),
     "sgd": Case("digits-tiny", 0.05, 150, "torch.optim:SGD(momentum=0.9)"),
     "muon": Case("digits-tiny", 1e-3, 150, "muon"),
+    "muon-lr-0.01": Case("digits-tiny", 1e-2, 150, "muon"),
     "soap": Case("digits-tiny", 1e-3, 150, "soap", segment=150),
     "shampoo": Case("digits-tiny", 1e-3, 150, "shampoo", segment=150),
     "katie": Case("digits-tiny", 1e-3, 150, "katie", segment=150),
