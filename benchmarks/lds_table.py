@@ -301,13 +301,25 @@ def run_rules(study: Study, records: Records, key: dict[str, Any]) -> None:
     weights = [run.checkpoints[-1] for run in study.trained] + checkpoints[-3:-1]
     averages = {"1 seed": [0], "3 seeds": [0, 1, 2], "5 seeds": [0, 1, 2, 3, 4]}
     averages["3 checkpoints"] = [0, SEEDS, SEEDS + 1]
-    attributors = [study.attributor(study.at(one)).fit("ekfac") for one in weights]
+    attributors, fitting = [], []
+    for one in weights:
+        start = time.process_time()
+        attributors.append(study.attributor(study.at(one)).fit("ekfac"))
+        fitting.append(time.process_time() - start)
     for damping in DAMPINGS:
-        scores = [study.scored(attributor, damping=damping) for attributor in attributors]
+        results = []
+        for attributor, seconds in zip(attributors, fitting, strict=True):
+            start = time.process_time() - seconds
+            scores = study.scored(attributor, damping=damping)
+            seconds = time.process_time() - start
+            results.append(Result(scores, seconds, stored_bytes(attributor)))
         for average, numbers in averages.items():
-            mean = torch.stack([scores[number] for number in numbers]).mean(0)
+            members = [results[number] for number in numbers]
+            # every further model is kept with its curvature
+            kept = sum(one.kept for one in members) + model_bytes(weights[0]) * (len(members) - 1)
+            mean = torch.stack([one.scores for one in members]).mean(0)
+            result = Result(mean, sum(one.seconds for one in members), kept)
             rule = {"rule": average, "damping": damping}
-            result = Result(mean, 0.0, sum(stored_bytes(attributors[n]) for n in numbers))
             records.once(partial(study.quality, result), **key, **rule)
 
 
