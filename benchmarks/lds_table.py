@@ -53,6 +53,7 @@ from isokron.tasks import Shown, Task
 BATCH, SCORED = 64, 500  # images of a training batch, and of a batch while scoring
 CHECKPOINTS = 5  # evenly spaced, the last at the end
 SEEDS = 5  # models that differ in their seeds only
+UNROLLED = 20  # queries of the unrolled run, which are reversed one by one
 HALF_MODELS = 10  # for TRAK, on halves that LDS does not use
 DAMPINGS = (0.03, 0.1, 0.3, 1.0)
 Weights = dict[str, Tensor]
@@ -76,20 +77,12 @@ SETTINGS = {
         lambda: refinement.mnist(refinement.perceptron),
         lambda m: SGD(m.parameters(), 0.01, momentum=0.9),
         50,
-        3,
+        1,
     ),
     "digits": Setting(
         lds.perceptron_task, lambda m: isokron.AdamW(m.named_parameters(), 1e-3), 30, 5
     ),
 }
-
-
-class Trained(NamedTuple):
-    """A model, weights at evenly spaced epochs (the last are the model's), and the optimizer."""
-
-    model: nn.Module
-    checkpoints: list[Weights]
-    optimizer: Optimizer
 
 
 class Result(NamedTuple):
@@ -100,7 +93,10 @@ class Result(NamedTuple):
     kept: int
 
 
-def train(setting: Setting, task: Task, indices: Tensor, seed: int) -> Trained:
+def train(
+    setting: Setting, task: Task, indices: Tensor, seed: int
+) -> tuple[nn.Module, list[Weights], Optimizer]:
+    """A model, its weights at evenly spaced epochs (the last are the model's), its optimizer."""
     torch.manual_seed(seed)
     model = task.model().train()
     optimizer, checkpoints = setting.optimizer(model), []
@@ -111,7 +107,7 @@ def train(setting: Setting, task: Task, indices: Tensor, seed: int) -> Trained:
             optimizer.step()
         if epoch * CHECKPOINTS % setting.epochs == 0:
             checkpoints.append({k: v.detach().clone() for k, v in model.state_dict().items()})
-    return Trained(model.eval(), checkpoints, optimizer)
+    return model.eval(), checkpoints, optimizer
 
 
 class Study:
@@ -119,7 +115,7 @@ class Study:
 
     def __init__(self, name: str, count: int, queries: int) -> None:
         self.name, self.setting = name, SETTINGS[name]
-        self.task = self.setting.task()
+        self.task, self.folder = self.setting.task(), CACHE / "lds_table" / name
         self.members = subsets(count, len(self.task.train))
         self.asked = self.task.held_out.batch(torch.arange(queries))
         self.queries = [
@@ -128,23 +124,31 @@ class Study:
         ]
 
     def train_model(self, task: Task, indices: Tensor, seed: int) -> nn.Module:
-        return train(self.setting, task, indices, seed).model
+        return train(self.setting, task, indices, seed)[0]
 
     @cached_property
     def losses(self) -> Tensor:
-        folder, repeats = CACHE / "lds_table" / self.name, self.setting.repeats
-        start = time.process_time()
+        start, repeats = time.process_time(), self.setting.repeats
         losses = retrain(
-            folder, self.task, self.train_model, self.members, [self.asked], repeats=repeats
+            self.folder, self.task, self.train_model, self.members, [self.asked], repeats=repeats
         )
         print(f"{self.name}: retrained in {time.process_time() - start:.0f} CPU s", flush=True)
         return losses
 
-    @cached_property
-    def trained(self) -> list[Trained]:
-        """Models of all examples, with different seeds."""
-        everything = torch.arange(len(self.task.train))
-        return [train(self.setting, self.task, everything, seed) for seed in range(SEEDS)]
+    def trained(self, seed: int = 0, members: Tensor | None = None) -> dict[str, Any]:
+        """Checkpoints, and the optimizer's state, of a model of all examples, or of a subset."""
+        path = self.folder / "models" / f"{seed}.pt"
+        if not path.exists():
+            indices = torch.arange(len(self.task.train)) if members is None else members.nonzero()
+            _, checkpoints, optimizer = train(self.setting, self.task, indices.flatten(), seed)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save({"checkpoints": checkpoints, "optimizer": optimizer.state_dict()}, path)
+        saved: dict[str, Any] = torch.load(path)
+        return saved
+
+    @property
+    def model(self) -> nn.Module:
+        return self.at(self.trained()["checkpoints"][-1])
 
     def at(self, weights: Weights) -> nn.Module:
         model = self.task.model()
@@ -160,14 +164,15 @@ class Study:
         return scores.as_subclass(Tensor).clone()
 
     def quality(self, result: Result) -> dict[str, Any]:
-        values = lds_by_query(result.scores, self.members, self.losses)
+        losses = self.losses[:, : len(result.scores)]
+        values = lds_by_query(result.scores, self.members, losses)
         error = float(values.std()) / len(values) ** 0.5
         record = {"lds": round(float(values.mean()), 4), "error": round(error, 4)}
         record |= {"seconds": round(result.seconds, 2), "bytes": result.kept}
         return {**record, "by_query": [round(value, 3) for value in values.tolist()]}
 
     def measured(self, compute: Callable[["Study"], tuple[Tensor, int]]) -> dict[str, Any]:
-        _ = self.trained  # training is not part of a method's time
+        self.trained()  # training is not part of a method's time
         start = time.process_time()
         try:
             scores, kept = compute(self)
@@ -188,12 +193,12 @@ def model_bytes(weights: Weights) -> int:
 
 
 def by_gradients(study: Study) -> tuple[Tensor, int]:
-    return study.scored(study.attributor(study.trained[0].model)), 0
+    return study.scored(study.attributor(study.model)), 0
 
 
 def by_checkpoints(study: Study) -> tuple[Tensor, int]:
     """TracIn: inner products summed over checkpoints; the learning rate is constant."""
-    checkpoints = study.trained[0].checkpoints
+    checkpoints = study.trained()["checkpoints"]
     scores = [study.scored(study.attributor(study.at(weights))) for weights in checkpoints]
     return torch.stack(scores).sum(0), model_bytes(checkpoints[0]) * (len(checkpoints) - 1)
 
@@ -201,7 +206,7 @@ def by_checkpoints(study: Study) -> tuple[Tensor, int]:
 def by_curvature(
     study: Study, method: str, fisher: str, *, store: bool = False, **options: Any
 ) -> tuple[Tensor, int]:
-    attributor = study.attributor(study.trained[0].model).fit(method, fisher=fisher)
+    attributor = study.attributor(study.model).fit(method, fisher=fisher)
     if store:
         attributor.build()
         print(f"the store's dimension: {attributor.folder.stage('build')}", flush=True)
@@ -209,8 +214,8 @@ def by_curvature(
 
 
 def by_optimizer(study: Study) -> tuple[Tensor, int]:
-    attributor = study.attributor(study.trained[0].model)
-    attributor.fit(optimizer=study.trained[0].optimizer)
+    attributor = study.attributor(study.model)
+    attributor.fit(optimizer=study.trained()["optimizer"])
     return study.scored(attributor), stored_bytes(attributor)
 
 
@@ -251,7 +256,8 @@ def by_unrolling(study: Study) -> tuple[Tensor, int]:
     params = {name: param.detach().clone() for name, param in model.named_parameters()}
     state = {"optimizer": functional.initial_state(params), "step": torch.tensor(0)}
     run = TrainingRun(step, params, state, task.train.batch, order, count)
-    return run.scores(lambda params: loss(params, study.asked)), 0
+    asked = tuple(part[:UNROLLED] for part in study.asked)
+    return run.scores(lambda params: loss(params, asked)), 0
 
 
 def losses_of(model: nn.Module) -> Callable[[Weights, Any], Tensor]:
@@ -268,9 +274,9 @@ def losses_of(model: nn.Module) -> Callable[[Weights, Any], Tensor]:
 def run_peer(study: Study, peer: str, installed: str) -> dict[str, Result]:
     """All methods of a library, in a process of its own."""
     halves = subsets(HALF_MODELS, len(study.task.train), seed=1)
-    models = [study.trained[0].model]
+    models = [study.model]
     models += [
-        study.train_model(study.task, half.nonzero()[:, 0], 100 + number)
+        study.at(study.trained(100 + number, half)["checkpoints"][-1])
         for number, half in enumerate(halves)
     ]
     tensors: dict[str, Tensor] = {}
@@ -297,8 +303,8 @@ def run_peer(study: Study, peer: str, installed: str) -> dict[str, Result]:
 
 def run_rules(study: Study, records: Records, key: dict[str, Any]) -> None:
     """EK-FAC scores averaged over seeds, or over the last three checkpoints."""
-    checkpoints = study.trained[0].checkpoints
-    weights = [run.checkpoints[-1] for run in study.trained] + checkpoints[-3:-1]
+    weights = [study.trained(seed)["checkpoints"][-1] for seed in range(SEEDS)]
+    weights += study.trained()["checkpoints"][-3:-1]
     averages = {"1 seed": [0], "3 seeds": [0, 1, 2], "5 seeds": [0, 1, 2, 3, 4]}
     averages["3 checkpoints"] = [0, SEEDS, SEEDS + 1]
     attributors, fitting = [], []
