@@ -286,8 +286,8 @@ def run_peer(study: Study, peer: str, installed: str) -> dict[str, Result]:
         layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
         for place, layer in enumerate(layers):
             tensors |= {f"{number}.{place}.{k}": v for k, v in layer.state_dict().items()}
-    with tempfile.TemporaryDirectory() as folder:
-        inputs, outputs = Path(folder, "inputs"), Path(folder, "outputs")
+    inputs, outputs = (study.folder / f"{peer}.{part}" for part in ("inputs", "outputs"))
+    if not outputs.exists():
         save_file(tensors, inputs)
         program = Path(__file__).with_name("lds_peers.py")
         environment = {**os.environ, "PYTHONPATH": installed}
@@ -295,9 +295,9 @@ def run_peer(study: Study, peer: str, installed: str) -> dict[str, Result]:
         ended = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True)
         if ended.returncode:
             raise RuntimeError(f"{peer} failed:\n{ended.stderr[-2000:]}")
-        scores = load_file(outputs)
-        with safe_open(outputs, "pt") as file:
-            facts = json.loads(file.metadata()["facts"])
+    scores = load_file(outputs)
+    with safe_open(outputs, "pt") as file:
+        facts = json.loads(file.metadata()["facts"])
     return {k: Result(scores[k], facts[k]["seconds"], facts[k]["bytes"]) for k in scores}
 
 

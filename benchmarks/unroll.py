@@ -9,6 +9,9 @@ weight 0: nothing but the weights differs, and no step is random. LDS is the mea
 standard error over queries. `error` is the relative error of predicted changes of the loss,
 ‖predicted − actual‖ / ‖actual‖ over all subsets and queries, for scores that are in nats.
 
+"sensitivity" is the change of a loss if weights change by no more than 1e-6: where it is not far
+below the change by dropped examples, training amplifies rounding errors, and no score predicts it.
+
 Times are process times of one thread: of training as the command line does it, and of the
 derivative (the recomputed steps and their reversal, without the first training).
 Results are kept in docs/benchmarks/unroll.json; what is there is not computed again.
@@ -111,6 +114,18 @@ class Study:
         with torch.no_grad():
             losses = self.losses(self.run().train(self.members[k].float()))
         return {"losses": losses.tolist()}
+
+    def sensitivity(self) -> dict[str, Any]:
+        """Median change of a query's loss where the weights of all examples differ by 1e-6."""
+        changes = []
+        with torch.no_grad():
+            before = self.losses(self.run().train())
+            for seed in range(3):
+                generator = torch.Generator().manual_seed(seed)
+                signs = torch.randint(0, 2, (len(self.task.train),), generator=generator) * 2 - 1
+                after = self.losses(self.run().train(1 + 1e-6 * signs))
+                changes.append((after - before).abs())
+        return {"change": float(torch.stack(changes).median())}
 
     @cached_property
     def unrolled(self) -> Tensor:
@@ -233,6 +248,7 @@ def main() -> None:
             records.once(study.times, **size, kind="times")
         quality = partial(evaluated, study, records, args.queries, args.subsets)
         records.once(quality, **size, kind="quality", subsets=args.subsets)
+        records.once(study.sensitivity, **size, kind="sensitivity")
 
 
 if __name__ == "__main__":
