@@ -1,0 +1,390 @@
+"""Agreement with retrained models (LDS) of isokron's methods and of peers, on the same subsets.
+
+    python benchmarks/lds_table.py [--settings logistic,mlp,digits] [--subsets 50] [--queries 100]
+        [--kronfluence FOLDER] [--dattri FOLDER] [--unroll] [--rules] [--table]
+
+"logistic" and "mlp" are MNIST as dattri 0.3.0 has it (refinement.py): 5,000 training images, SGD.
+"digits" is the perceptron of lds.py. Models are retrained on random halves of the examples,
+`repeats` per half with seeds of their own; LDS is the mean over queries (the first test images) of
+Spearman's ρ between summed scores of the halves and minus the mean losses of their models, ± its
+standard error over queries. All methods have the same model, halves, queries and losses.
+
+FOLDER is where a peer was installed by `pip install --target`; it runs by lds_peers.py. Seconds are
+CPU time of one thread, from the trained model to the scores of all queries; bytes are what a method
+keeps to score further queries, in addition to the model and the data. `--unroll` differentiates the
+training run. `--rules` averages EK-FAC scores over seeds and checkpoints at several dampings.
+
+Runs are in docs/benchmarks/lds_table.json, losses of retrained models in benchmarks/.cache; what is
+there is not computed again. `--table` prints the tables of docs/lds_table.md.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lds
+import refinement
+import torch
+from datasets import CACHE
+from records import Records
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.optim import SGD, Optimizer
+
+import isokron
+from isokron.attribution import Attributor, Query
+from isokron.attribution.evaluate import lds_by_query, retrain, subsets
+from isokron.attribution.unroll import TrainingRun
+from isokron.optim.functional_step import FunctionalStep
+from isokron.tasks import Shown, Task
+
+BATCH, SCORED = 64, 500  # images of a training batch, and of a batch while scoring
+CHECKPOINTS = 5  # evenly spaced, the last at the end
+SEEDS = 5  # models that differ in their seeds only
+UNROLLED = 20  # queries of the unrolled run, which are reversed one by one
+HALF_MODELS = 10  # for TRAK, on halves that LDS does not use
+DAMPINGS = (0.03, 0.1, 0.3, 1.0)
+Weights = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A task, how its models are trained, and how many of them for every subset."""
+
+    task: Callable[[], Task]
+    optimizer: Callable[[nn.Module], Optimizer]
+    epochs: int
+    repeats: int
+
+
+SETTINGS = {
+    "logistic": Setting(
+        lambda: refinement.mnist(refinement.linear), lambda m: SGD(m.parameters(), 0.01), 20, 2
+    ),
+    "mlp": Setting(
+        lambda: refinement.mnist(refinement.perceptron),
+        lambda m: SGD(m.parameters(), 0.01, momentum=0.9),
+        50,
+        1,
+    ),
+    "digits": Setting(
+        lds.perceptron_task, lambda m: isokron.AdamW(m.named_parameters(), 1e-3), 30, 5
+    ),
+}
+
+
+class Result(NamedTuple):
+    """Scores [queries, examples], CPU seconds, and bytes kept for further queries."""
+
+    scores: Tensor
+    seconds: float
+    kept: int
+
+
+def train(
+    setting: Setting, task: Task, indices: Tensor, seed: int
+) -> tuple[nn.Module, list[Weights], Optimizer]:
+    """A model, its weights at evenly spaced epochs (the last are the model's), its optimizer."""
+    torch.manual_seed(seed)
+    model = task.model().train()
+    optimizer, checkpoints = setting.optimizer(model), []
+    for epoch in range(1, setting.epochs + 1):
+        for batch in indices[torch.randperm(len(indices))].split(BATCH):
+            optimizer.zero_grad()
+            task.losses(model, task.train.batch(batch)).mean().backward()
+            optimizer.step()
+        if epoch * CHECKPOINTS % setting.epochs == 0:
+            checkpoints.append({k: v.detach().clone() for k, v in model.state_dict().items()})
+    return model.eval(), checkpoints, optimizer
+
+
+class Study:
+    """One setting: its models, queries, and the losses of retrained models."""
+
+    def __init__(self, name: str, count: int, queries: int) -> None:
+        self.name, self.setting = name, SETTINGS[name]
+        self.task, self.folder = self.setting.task(), CACHE / "lds_table" / name
+        self.members = subsets(count, len(self.task.train))
+        self.asked = self.task.held_out.batch(torch.arange(queries))
+        self.queries = [
+            Query(self.task.held_out.batch(torch.tensor([n])), (Shown(),), str(n))
+            for n in range(queries)
+        ]
+
+    def train_model(self, task: Task, indices: Tensor, seed: int) -> nn.Module:
+        return train(self.setting, task, indices, seed)[0]
+
+    @cached_property
+    def losses(self) -> Tensor:
+        start, repeats = time.process_time(), self.setting.repeats
+        losses = retrain(
+            self.folder, self.task, self.train_model, self.members, [self.asked], repeats=repeats
+        )
+        print(f"{self.name}: retrained in {time.process_time() - start:.0f} CPU s", flush=True)
+        return losses
+
+    def trained(self, seed: int = 0, members: Tensor | None = None) -> dict[str, Any]:
+        """Checkpoints, and the optimizer's state, of a model of all examples, or of a subset."""
+        path = self.folder / "models" / f"{seed}.pt"
+        if not path.exists():
+            indices = torch.arange(len(self.task.train)) if members is None else members.nonzero()
+            _, checkpoints, optimizer = train(self.setting, self.task, indices.flatten(), seed)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save({"checkpoints": checkpoints, "optimizer": optimizer.state_dict()}, path)
+        saved: dict[str, Any] = torch.load(path)
+        return saved
+
+    @property
+    def model(self) -> nn.Module:
+        return self.at(self.trained()["checkpoints"][-1])
+
+    def at(self, weights: Weights) -> nn.Module:
+        model = self.task.model()
+        model.load_state_dict(weights)
+        return model.eval()
+
+    def attributor(self, model: nn.Module) -> Attributor:
+        folder = tempfile.mkdtemp()
+        return Attributor(folder, model, task=self.task, batch_size=SCORED, layers="*")
+
+    def scored(self, attributor: Attributor, **options: Any) -> Tensor:
+        scores = attributor.score(self.queries, save=False, **options)
+        return scores.as_subclass(Tensor).clone()
+
+    def quality(self, result: Result) -> dict[str, Any]:
+        losses = self.losses[:, : len(result.scores)]
+        values = lds_by_query(result.scores, self.members, losses)
+        error = float(values.std()) / len(values) ** 0.5
+        record = {"lds": round(float(values.mean()), 4), "error": round(error, 4)}
+        record |= {"seconds": round(result.seconds, 2), "bytes": result.kept}
+        return {**record, "by_query": [round(value, 3) for value in values.tolist()]}
+
+    def measured(self, compute: Callable[["Study"], tuple[Tensor, int]]) -> dict[str, Any]:
+        self.trained()  # training is not part of a method's time
+        start = time.process_time()
+        try:
+            scores, kept = compute(self)
+        except ValueError as error:  # no store agrees with exact scores
+            return {"refused": str(error)}
+        return self.quality(Result(scores, time.process_time() - start, kept))
+
+
+def stored_bytes(attributor: Attributor) -> int:
+    """Bytes of the curvature and of the store on disk."""
+    folders = (attributor.folder.curvature, attributor.folder.gradients)
+    files = [file for folder in folders for file in folder.rglob("*") if file.is_file()]
+    return sum(file.stat().st_size for file in files)
+
+
+def model_bytes(weights: Weights) -> int:
+    return sum(tensor.nbytes for tensor in weights.values())
+
+
+def by_gradients(study: Study) -> tuple[Tensor, int]:
+    return study.scored(study.attributor(study.model)), 0
+
+
+def by_checkpoints(study: Study) -> tuple[Tensor, int]:
+    """TracIn: inner products summed over checkpoints; the learning rate is constant."""
+    checkpoints = study.trained()["checkpoints"]
+    scores = [study.scored(study.attributor(study.at(weights))) for weights in checkpoints]
+    return torch.stack(scores).sum(0), model_bytes(checkpoints[0]) * (len(checkpoints) - 1)
+
+
+def by_curvature(
+    study: Study, method: str, fisher: str, *, store: bool = False, **options: Any
+) -> tuple[Tensor, int]:
+    attributor = study.attributor(study.model).fit(method, fisher=fisher)
+    if store:
+        attributor.build()
+        print(f"the store's dimension: {attributor.folder.stage('build')}", flush=True)
+    return study.scored(attributor, **options), stored_bytes(attributor)
+
+
+def by_optimizer(study: Study) -> tuple[Tensor, int]:
+    attributor = study.attributor(study.model)
+    attributor.fit(optimizer=study.trained()["optimizer"])
+    return study.scored(attributor), stored_bytes(attributor)
+
+
+METHODS: dict[str, Callable[[Study], tuple[Tensor, int]]] = {
+    "gradients": by_gradients,
+    "gradients, 5 checkpoints": by_checkpoints,
+    "K-FAC": partial(by_curvature, method="kfac", fisher="empirical"),
+    "K-FAC, exact Fisher": partial(by_curvature, method="kfac", fisher="exact"),
+    "K-FAC, store": partial(by_curvature, method="kfac", fisher="empirical", store=True),
+    "EK-FAC": partial(by_curvature, method="ekfac", fisher="empirical"),
+    "EK-FAC, exact Fisher": partial(by_curvature, method="ekfac", fisher="exact"),
+    "EK-FAC, exact Fisher, refine 10": partial(
+        by_curvature, method="ekfac", fisher="exact", refine=10
+    ),
+}
+
+
+def by_unrolling(study: Study) -> tuple[Tensor, int]:
+    """The derivative of a training run without dropout."""
+    task, setting = study.task, study.setting
+    torch.manual_seed(0)
+    model = task.model().train()
+    functional = FunctionalStep(setting.optimizer(model), dict(model.named_parameters()))
+    count = len(task.train)
+    order = [b for _ in range(setting.epochs) for b in torch.randperm(count).split(BATCH)]
+    loss = losses_of(model)
+
+    def step(params: Any, state: Any, batch: Any, weights: Tensor) -> tuple[Any, Any]:
+        losses, recorded = loss(params, batch), weights.requires_grad
+        mean = (weights * losses).sum() / len(losses)
+        slopes = torch.autograd.grad(mean, list(params.values()), create_graph=recorded)
+        done = int(state["step"])
+        with torch.set_grad_enabled(recorded):
+            grads = dict(zip(params, slopes, strict=True))
+            params, moments = functional(params, state["optimizer"], grads, done + 1, 1.0)
+        return params, {"optimizer": moments, "step": state["step"] + 1}
+
+    params = {name: param.detach().clone() for name, param in model.named_parameters()}
+    state = {"optimizer": functional.initial_state(params), "step": torch.tensor(0)}
+    run = TrainingRun(step, params, state, task.train.batch, order, count)
+    asked = tuple(part[:UNROLLED] for part in study.asked)
+    return run.scores(lambda params: loss(params, asked)), 0
+
+
+def losses_of(model: nn.Module) -> Callable[[Weights, Any], Tensor]:
+    """Losses of a batch as a function of the parameters."""
+
+    def losses(params: Weights, batch: Any) -> Tensor:
+        inputs, labels = batch
+        logits = functional_call(model, params, (inputs,))
+        return nn.functional.cross_entropy(logits, labels, reduction="none")
+
+    return losses
+
+
+def run_peer(study: Study, peer: str, installed: str) -> dict[str, Result]:
+    """All methods of a library, in a process of its own."""
+    halves = subsets(HALF_MODELS, len(study.task.train), seed=1)
+    models = [study.model]
+    models += [
+        study.at(study.trained(100 + number, half)["checkpoints"][-1])
+        for number, half in enumerate(halves)
+    ]
+    tensors: dict[str, Tensor] = {}
+    for part, examples in (("train", study.task.train.tensors), ("query", study.asked)):
+        tensors |= {f"{part}.x": examples[0].flatten(1).contiguous(), f"{part}.y": examples[1]}
+    for number, model in enumerate(models):
+        layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
+        for place, layer in enumerate(layers):
+            tensors |= {f"{number}.{place}.{k}": v for k, v in layer.state_dict().items()}
+    inputs, outputs = (study.folder / f"{peer}.{part}" for part in ("inputs", "outputs"))
+    if not outputs.exists():
+        save_file(tensors, inputs)
+        program = Path(__file__).with_name("lds_peers.py")
+        environment = {**os.environ, "PYTHONPATH": installed}
+        command = [sys.executable, str(program), peer, str(inputs), str(outputs)]
+        ended = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True)
+        if ended.returncode:
+            raise RuntimeError(f"{peer} failed:\n{ended.stderr[-2000:]}")
+    scores = load_file(outputs)
+    with safe_open(outputs, "pt") as file:
+        facts = json.loads(file.metadata()["facts"])
+    return {k: Result(scores[k], facts[k]["seconds"], facts[k]["bytes"]) for k in scores}
+
+
+def run_rules(study: Study, records: Records, key: dict[str, Any]) -> None:
+    """EK-FAC scores averaged over seeds, or over the last three checkpoints."""
+    weights = [study.trained(seed)["checkpoints"][-1] for seed in range(SEEDS)]
+    weights += study.trained()["checkpoints"][-3:-1]
+    averages = {"1 seed": [0], "3 seeds": [0, 1, 2], "5 seeds": [0, 1, 2, 3, 4]}
+    averages["3 checkpoints"] = [0, SEEDS, SEEDS + 1]
+    attributors, fitting = [], []
+    for one in weights:
+        start = time.process_time()
+        attributors.append(study.attributor(study.at(one)).fit("ekfac"))
+        fitting.append(time.process_time() - start)
+    for damping in DAMPINGS:
+        results = []
+        for attributor, seconds in zip(attributors, fitting, strict=True):
+            start = time.process_time() - seconds
+            scores = study.scored(attributor, damping=damping)
+            seconds = time.process_time() - start
+            results.append(Result(scores, seconds, stored_bytes(attributor)))
+        for average, numbers in averages.items():
+            members = [results[number] for number in numbers]
+            # every further model is kept with its curvature
+            kept = sum(one.kept for one in members) + model_bytes(weights[0]) * (len(members) - 1)
+            mean = torch.stack([one.scores for one in members]).mean(0)
+            result = Result(mean, sum(one.seconds for one in members), kept)
+            rule = {"rule": average, "damping": damping}
+            records.once(partial(study.quality, result), **key, **rule)
+
+
+def print_tables(records: Records, names: Sequence[str]) -> None:
+    """The tables of the page, in Markdown."""
+
+    def row(title: str, runs: Sequence[dict[str, Any]]) -> str:
+        cells = []
+        for name in names:
+            run = next((run for run in runs if run["setting"] == name), None)
+            if run is None or "lds" not in run:
+                cells.append("–")
+            else:
+                cells.append(f"{run['lds']:.3f} ± {run['error']:.3f}, {run['seconds']:.1f} s")
+        return f"| {title} | {' | '.join(cells)} |"
+
+    runs = [run for run in records.runs if "method" in run]
+    for method in dict.fromkeys(run["method"] for run in runs):
+        print(row(method, [run for run in runs if run["method"] == method]))
+    rules = [run for run in records.runs if "rule" in run]
+    averages = dict.fromkeys(run["rule"] for run in rules)
+    for average, damping in itertools.product(averages, DAMPINGS):
+        key = {"rule": average, "damping": damping}
+        print(row(f"{average}, {damping}", [run for run in rules if key.items() <= run.items()]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--settings", default=",".join(SETTINGS))
+    parser.add_argument("--subsets", type=int, default=50)
+    parser.add_argument("--queries", type=int, default=100)
+    parser.add_argument("--kronfluence", metavar="FOLDER")
+    parser.add_argument("--dattri", metavar="FOLDER")
+    parser.add_argument("--unroll", action="store_true")
+    parser.add_argument("--rules", action="store_true")
+    parser.add_argument("--table", action="store_true", help="print tables, run nothing")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    records, names = Records("lds_table"), args.settings.split(",")
+    if args.table:
+        print_tables(records, names)
+        return
+    for name in names:
+        study = Study(name, args.subsets, args.queries)
+        key = {"setting": name, "subsets": args.subsets, "queries": args.queries}
+        methods = dict(METHODS)
+        if name == "digits":
+            methods["AdamW's second moments"] = by_optimizer
+        if args.unroll:
+            methods["unrolled"] = by_unrolling
+        for method, compute in methods.items():
+            records.once(partial(study.measured, compute), **key, method=method)
+        for peer, installed in (("kronfluence", args.kronfluence), ("dattri", args.dattri)):
+            if installed and not records.select(**key, peer=peer):
+                for method, result in run_peer(study, peer, installed).items():
+                    records.once(partial(study.quality, result), **key, peer=peer, method=method)
+        if args.rules:
+            run_rules(study, records, key)
+
+
+if __name__ == "__main__":
+    main()
