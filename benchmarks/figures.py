@@ -16,8 +16,8 @@ hold until the next heading, and `figures` and `claims` also until the next of t
 
 A source is docs/benchmarks/NAME.json, whose rows are the lines of `tables()` in benchmarks/NAME.py
 where there is such a function, else its runs (`NAME.runs`: always its runs); or `recorded.NAME`, an
-entry of recorded.json: output of a command on a machine that is no longer there. A number agrees
-with a row at the digits that the page has. Code, links, versions, arXiv numbers and indented
+entry of recorded.json: older figures whose output was not kept, copied from the pages. A number
+agrees with a row at the digits that the page has. Code, links, versions, arXiv numbers and indented
 formulas are not looked at.
 """
 
@@ -196,7 +196,7 @@ def numbers_in(text: str) -> list[str]:
 
 
 def recorded_entries() -> dict[str, Any]:
-    """Figures of machines that are no longer there: command, machine, date, page and lines."""
+    """Older figures, copied from pages: command, machine, date, page and lines."""
     return json.loads((RECORDS / "recorded.json").read_text())
 
 
