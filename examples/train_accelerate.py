@@ -1,11 +1,12 @@
 """Train a GPT-2 (random weights, nothing downloaded) with accelerate, stop it and resume it.
 
     python examples/train_accelerate.py [--epochs 4] [--folder runs/accelerate]
-    accelerate launch --num_processes 2 examples/train_accelerate.py
+    torchrun --nproc-per-node 2 examples/train_accelerate.py --folder runs/accelerate
 
 `prepare()` wraps the optimizer, `accumulate()` makes it step after every second batch, and
 `save_state()` stores it with the model, the schedule and the random numbers. A run that is loaded
-half-way ends with the same weights as one that was not stopped.
+half-way ends with the same weights as one that was not stopped, in one process: on several,
+accelerate does not restore the order in which it shuffles the data.
 """
 
 import argparse
@@ -67,7 +68,9 @@ def train(accelerator: Accelerator, epochs: int, folder: str, resume: bool) -> l
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--folder", default=None, help="where the state is saved")
+    parser.add_argument(
+        "--folder", default=None, help="where the state is saved; all processes need the same"
+    )
     args = parser.parse_args()
     accelerator = Accelerator(gradient_accumulation_steps=2)
     folder = args.folder or tempfile.mkdtemp()
