@@ -9,8 +9,9 @@ A layer's gradient ∇ = Σ_s g̃āᵀ is whitened to W, such that ⟨W_q, W_t�
 A row has the D entries of W whose share W²/|W|² is largest in the mean over a sample of examples.
 With shares v, those left out are missing from a product ⟨W_q, W_t⟩ with a variance of about Σv², a
 sum of small squares. A random projection to D numbers (count sketch, Gaussian or orthogonal
-matrices) is unbiased but adds noise of variance (Σv)²/D, and ranks examples worse. Shares are used
-because the mean of W² would be decided by a few examples with large losses.
+matrices) is unbiased but adds noise of variance (Σv)²/D, and ranks examples worse unless D is large
+(docs/attribution.md). Shares are used because the mean of W² would be decided by a few examples
+with large losses.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
