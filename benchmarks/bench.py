@@ -49,7 +49,10 @@ SCRIPTS = (
     Script(
         "optimizer_curvature", quick="--tasks digits --optimizers SOAP --subsets 3 --queries 20"
     ),
+    Script("optimizer_statistics", quick="--layers 1 --steps 10 --optimizers adamw,soap"),
     Script("blocks"),
+    Script("projection_quality"),
+    Script("lds_table", needs="downloads of MNIST; peers: --dattri, --kronfluence"),
     Script("attribution_quality", ("--only logistic,removals,transformer",)),
     Script("refinement"),
     Script("width"),

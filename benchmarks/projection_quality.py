@@ -260,22 +260,25 @@ def measure(records: Records, data: str, chosen: list[str]) -> None:
                     records.once(compute, **key, dim=dim, seed=seed)
 
 
-def table(records: Records) -> None:
-    """Means over seeds, and the largest difference between two of them."""
+def tables() -> list[str]:
+    """Spearman correlations, and how many of the ten largest scores agree: means over seeds."""
+    records = Records("projection_quality")
     names = list(dict.fromkeys(run["projection"] for run in records.runs))
-    for data in DATA:
+    lines = []
+    for column, digits in (("spearman", 3), ("common", 1)):
         for method in ("kfac", "ekfac"):
-            print(f"\n{data}, {method}: dim {', '.join(map(str, DIMS))}")
+            lines += [f"| {column}, {method} | " + " | ".join(DATA) + " |", "|---" * 5 + "|"]
             for name in names:
-                key = {"data": data, "curvature": method, "projection": name}
-                values = [
-                    [run["spearman"] for run in records.select(**key, dim=dim)] for dim in DIMS
-                ]
-                if all(values):
-                    means = "  ".join(
-                        f"{sum(v) / len(v):.2f} ±{(max(v) - min(v)) / 2:.2f}" for v in values
-                    )
-                    print(f"  {name:<16}{means}")
+                cells = []
+                for data in DATA:
+                    key = {"data": data, "curvature": method, "projection": name}
+                    values = [[run.get(column) for run in records.select(**key, dim=dim)]
+                              for dim in DIMS]  # fmt: skip
+                    complete = all(v and None not in v for v in values)
+                    means = [f"{sum(v) / len(v):.{digits}f}" for v in values if complete]
+                    cells.append(", ".join(means))
+                lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return lines
 
 
 def main() -> None:
@@ -287,7 +290,7 @@ def main() -> None:
     chosen = options.projections.split(",") if options.projections else []
     for data in options.only.split(","):
         measure(records, data, chosen)
-    table(records)
+    print("\n".join(tables()))
 
 
 if __name__ == "__main__":

@@ -238,7 +238,7 @@ def tables() -> list[str]:
         label = f"{case.task}, {case.optimizer}, lr {case.lr:g}, {run['queries']} queries"
         cells = [f"{run[name]:.3f} ± {run[name + ' ±']:.3f}"
                  for name in ("unroll", "ekfac", "gradients")]  # fmt: skip
-        lines.append(f"| {label}, {run['subsets']} subsets | {run['loss']:.3f} | "
+        lines.append(f"| {label}, {run['subsets']} subsets | {run['loss']:.4f} | "
                      f"{' | '.join(cells)} | {run['error']:.2f} |")  # fmt: skip
     lines += ["", "| case | training | one query | each further query |", "|---|---|---|---|"]
     for run in records.select(kind="times"):
