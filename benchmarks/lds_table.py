@@ -339,7 +339,9 @@ def print_tables(records: Records, names: Sequence[str]) -> None:
             if run is None or "lds" not in run:
                 cells.append("–")
             else:
-                cells.append(f"{run['lds']:.3f} ± {run['error']:.3f}, {run['seconds']:.1f} s")
+                size = f"{run['bytes'] / 1e6:.1f} MB"
+                cost = f"{run['seconds']:.1f} s, {size}"
+                cells.append(f"{run['lds']:.3f} ± {run['error']:.3f} ({cost})")
         return f"| {title} | {' | '.join(cells)} |"
 
     runs = [run for run in records.runs if "method" in run]
