@@ -136,7 +136,9 @@ def dattri(models: list[nn.Sequential], train: TensorDataset, query: TensorDatas
     # LoGra probes a single example, which must come out of the model as a batch of one
     flat = nn.Sequential(nn.Flatten(), *model)
     task = tasks.AttributionTask(module_loss, flat, flat.state_dict())
-    run = algorithm.LoGraAttributor(task, damping=5e-3, proj_dim=1024, offload="cpu")
+    run = algorithm.LoGraAttributor(
+        task, damping=5e-3, proj_dim=1024, offload="cpu", cache_dir=tempfile.mkdtemp()
+    )
     rows, asked = (
         DataLoader(TensorDataset(data.tensors[0][:, None], data.tensors[1]), BATCH)
         for data in (train, query)
