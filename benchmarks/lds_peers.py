@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 BATCH = 1000
 REGULARIZATIONS = (1.0, 0.1, 0.01, 0.005)  # some of those that dattri's own study searches
 SMALL = 50_000  # parameters; conjugate gradients take many minutes for larger models
-# name, scores, bytes kept; computed one at a time, so that each can be timed
+# name, scores, bytes stored; computed one at a time, so that each can be timed
 Results = Iterator[tuple[str, Tensor, int]]
 
 
@@ -75,7 +75,7 @@ def kronfluence(models: list[nn.Sequential], train: TensorDataset, query: Tensor
                 strategy="ekfac", use_empirical_fisher=fisher == "empirical"
             )
             run.fit_all_factors("f", train, per_device_batch_size=BATCH, factor_args=settings)
-            kept = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
+            stored = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
             run.compute_pairwise_scores(
                 "s",
                 "f",
@@ -88,7 +88,7 @@ def kronfluence(models: list[nn.Sequential], train: TensorDataset, query: Tensor
             scores = run.load_pairwise_scores("s")["all_modules"].float()
         # None is 0.1 of the mean eigenvalue
         shown = "1e-8" if damping else "0.1 of the mean"
-        yield f"kronfluence EK-FAC, {fisher}, damping {shown}", scores, kept
+        yield f"kronfluence EK-FAC, {fisher}, damping {shown}", scores, stored
 
 
 def dattri(models: list[nn.Sequential], train: TensorDataset, query: TensorDataset) -> Results:
@@ -115,28 +115,30 @@ def dattri(models: list[nn.Sequential], train: TensorDataset, query: TensorDatas
         images, labels = batch
         return F.cross_entropy(module(images), labels)
 
-    parts, whole = DataLoader(train, BATCH), DataLoader(train, len(train))
+    parts, full_batch = DataLoader(train, BATCH), DataLoader(train, len(train))
     for count in (1, 10):
         task = tasks.AttributionTask(margin, model, weights[1 : count + 1])
         run = algorithm.TRAKAttributor(task, probability)
         with torch.no_grad():
             run.cache(parts)
             scores = run.attribute(DataLoader(query, BATCH)).T
-        kept = sum(matrix.nbytes for matrix in run.inv_XTX_XT_list) + run.Q.nbytes
-        kept += sum(value.nbytes for value in weights[0].values()) * (count - 1)
-        yield f"dattri TRAK, {count} model{'s' if count > 1 else ''}", scores, kept
+        stored = sum(matrix.nbytes for matrix in run.inv_XTX_XT_list) + run.Q.nbytes
+        stored += sum(value.nbytes for value in weights[0].values()) * (count - 1)
+        yield f"dattri TRAK, {count} model{'s' if count > 1 else ''}", scores, stored
     size = sum(value.numel() for value in weights[0].values())
     for regularization in REGULARIZATIONS if size < SMALL else ():
         task = tasks.AttributionTask(loss, model, weights[0])
         run = algorithm.IFAttributorCG(task, max_iter=10, regularization=regularization)
-        run.cache(whole)
+        run.cache(full_batch)
         with torch.no_grad():
             scores = run.attribute(parts, DataLoader(query, 10)).T
         yield f"dattri influence by CG, regularization {regularization:g}", scores, 0
     # LoGra probes a single example, which must come out of the model as a batch of one
     flat = nn.Sequential(nn.Flatten(), *model)
     task = tasks.AttributionTask(module_loss, flat, flat.state_dict())
-    run = algorithm.LoGraAttributor(task, damping=5e-3, proj_dim=1024, offload="cpu")
+    run = algorithm.LoGraAttributor(
+        task, damping=5e-3, proj_dim=1024, offload="cpu", cache_dir=tempfile.mkdtemp()
+    )
     rows, asked = (
         DataLoader(TensorDataset(data.tensors[0][:, None], data.tensors[1]), BATCH)
         for data in (train, query)
@@ -165,10 +167,10 @@ def main() -> None:
     scores: dict[str, Tensor] = {}
     facts: dict[str, Any] = {}
     start = time.process_time()
-    for name, values, kept in PEERS[args.peer](models, train, query):
+    for name, values, stored in PEERS[args.peer](models, train, query):
         seconds = time.process_time() - start
         scores[name] = values.detach().float().contiguous()
-        facts[name] = {"seconds": round(seconds, 2), "bytes": kept}
+        facts[name] = {"seconds": round(seconds, 2), "bytes": stored}
         print(name, facts[name], flush=True)
         start = time.process_time()
     save_file(scores, args.outputs, metadata={"facts": json.dumps(facts)})

@@ -86,11 +86,11 @@ SETTINGS = {
 
 
 class Result(NamedTuple):
-    """Scores [queries, examples], CPU seconds, and bytes kept for further queries."""
+    """Scores [queries, examples], CPU seconds, and bytes stored for further queries."""
 
     scores: Tensor
     seconds: float
-    kept: int
+    stored: int
 
 
 def train(
@@ -168,17 +168,17 @@ class Study:
         values = lds_by_query(result.scores, self.members, losses)
         error = float(values.std()) / len(values) ** 0.5
         record = {"lds": round(float(values.mean()), 4), "error": round(error, 4)}
-        record |= {"seconds": round(result.seconds, 2), "bytes": result.kept}
+        record |= {"seconds": round(result.seconds, 2), "bytes": result.stored}
         return {**record, "by_query": [round(value, 3) for value in values.tolist()]}
 
     def measured(self, compute: Callable[["Study"], tuple[Tensor, int]]) -> dict[str, Any]:
         self.trained()  # training is not part of a method's time
         start = time.process_time()
         try:
-            scores, kept = compute(self)
+            scores, stored = compute(self)
         except ValueError as error:  # no store agrees with exact scores
             return {"refused": str(error)}
-        return self.quality(Result(scores, time.process_time() - start, kept))
+        return self.quality(Result(scores, time.process_time() - start, stored))
 
 
 def stored_bytes(attributor: Attributor) -> int:
@@ -321,10 +321,12 @@ def run_rules(study: Study, records: Records, key: dict[str, Any]) -> None:
             results.append(Result(scores, seconds, stored_bytes(attributor)))
         for average, numbers in averages.items():
             members = [results[number] for number in numbers]
-            # every further model is kept with its curvature
-            kept = sum(one.kept for one in members) + model_bytes(weights[0]) * (len(members) - 1)
+            # every further model is stored with its curvature
+            stored = sum(one.stored for one in members) + model_bytes(weights[0]) * (
+                len(members) - 1
+            )
             mean = torch.stack([one.scores for one in members]).mean(0)
-            result = Result(mean, sum(one.seconds for one in members), kept)
+            result = Result(mean, sum(one.seconds for one in members), stored)
             rule = {"rule": average, "damping": damping}
             records.once(partial(study.quality, result), **key, **rule)
 
@@ -339,7 +341,9 @@ def print_tables(records: Records, names: Sequence[str]) -> None:
             if run is None or "lds" not in run:
                 cells.append("–")
             else:
-                cells.append(f"{run['lds']:.3f} ± {run['error']:.3f}, {run['seconds']:.1f} s")
+                size = f"{run['bytes'] / 1e6:.1f} MB"
+                cost = f"{run['seconds']:.1f} s, {size}"
+                cells.append(f"{run['lds']:.3f} ± {run['error']:.3f} ({cost})")
         return f"| {title} | {' | '.join(cells)} |"
 
     runs = [run for run in records.runs if "method" in run]
