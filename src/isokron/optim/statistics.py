@@ -61,18 +61,18 @@ class Recorder:
         self.steps += 1
         self.updates.clear()
 
-    def record(self, step: BatchStep) -> None:
+    def record(self, step: BatchStep, group: Group) -> None:
         """‖P‖², and of a sample ‖P‖², ⟨P, A⟩, ‖A‖²; P is the direction taken, A Adam's. [4]"""
-        direction, adam = step.direction, step.state.get("adam")
+        direction, elements = step.direction, step.direction.numel()
         wide = torch.promote_types(direction.dtype, torch.float32)
         norms = torch.linalg.vector_norm(direction.flatten(1), dim=1, dtype=wide)
         sums = [norms.double().square().sum()] + [norms.new_zeros((), dtype=torch.float64)] * 3
-        if adam is not None:
-            stride, elements = _stride(direction.numel(), PAIR_SAMPLE), direction.numel()
-            x, y = (_sampled(z.reshape(-1), stride).reshape(-1).to(wide) for z in (direction, adam))
+        stride = _stride(elements, PAIR_SAMPLE)
+        if (y := _adam_sample(step.state, group, stride)) is not None:
+            x, y = _sampled(direction.reshape(-1), stride).reshape(-1).to(wide), y.to(wide)
             pairs = ((x, x), (x, y), (y, y))
             sums[1:] = [torch.dot(*pair).double() * (elements / x.numel()) for pair in pairs]
-        self.updates[step.batch] = torch.stack(sums), direction.numel()
+        self.updates[step.batch] = torch.stack(sums), elements
 
     def current_conditions(self, batch: Batch, group: Group) -> Tensor:
         """Of its blocks; the factors are looked at again after LOOK_EVERY steps. [B]"""
@@ -96,18 +96,18 @@ def _sampled(flat: Tensor, stride: int) -> Tensor:
     return flat if stride == 1 else flat[: len(flat) // CHUNK * CHUNK].view(-1, CHUNK)[::stride]
 
 
-def adam_direction(
-    moment: Tensor, grafted: Tensor | None, state: Mapping[str, Tensor], group: Group
-) -> Tensor | None:
-    """M̂ ⊘ (√V̂ + ε), M̂ the method's own first moment; None if it keeps no second moment V.
+def _adam_sample(state: Mapping[str, Tensor], group: Group, stride: int) -> Tensor | None:
+    """M̂ ⊘ (√V̂ + ε), M̂ the method's own first moment; None if it keeps no second moment V. [k]
 
-    `grafted`: the direction whose length is taken, if any. Katie keeps √V̂ + ε for the step.
+    Grafting to Adam has computed it; Katie keeps √V̂ + ε for the step.
     """
-    if group["betas"][1] == 1:  # V is a sum, as in AdaGrad
+    grafted = group["graft"] == "adam"
+    if group["betas"][1] == 1 or not (grafted or "deviation" in state):  # at 1, V is a sum
         return None
-    if group["graft"] == "adam":
-        return grafted
-    return moment / state["deviation"] if "deviation" in state else None
+    moment = _sampled(state["adam"].reshape(-1), stride)
+    if not grafted:
+        moment = moment / _sampled(state["deviation"].reshape(-1), stride)
+    return moment.reshape(-1)
 
 
 class Part(NamedTuple):
