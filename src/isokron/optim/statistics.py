@@ -110,7 +110,7 @@ def _adam_sample(state: Mapping[str, Tensor], group: Group, stride: int) -> Tens
     return moment.reshape(-1)
 
 
-class Part(NamedTuple):
+class GroupPart(NamedTuple):
     """The share of one batch or list in the statistics of its group.
 
     Args:
@@ -161,7 +161,7 @@ def statistics(
 def summary(
     group: Group, has_blocks: bool, totals: Sequence[float], conditions: Sequence[float]
 ) -> Statistics:
-    """The statistics of a group from its sums and counts, see `Part`."""
+    """The statistics of a group from its sums and counts, see `GroupPart`."""
     squares, paired, products, adam, elements, in_blocks, refreshes, failures, size = totals
     known = elements > 0 and (in_blocks > 0 or not has_blocks)
     cosine = products / sqrt(paired * adam) if paired * adam > 0 else None
@@ -178,7 +178,9 @@ def summary(
     }
 
 
-def _parts(number: int, group: Group, layout: GroupLayout, recorder: Recorder) -> Iterator[Part]:
+def _parts(
+    number: int, group: Group, layout: GroupLayout, recorder: Recorder
+) -> Iterator[GroupPart]:
     for batch in layout.batches:
         sums, elements = recorder.updates.get(batch, (NOTHING, 0))
         size = sum(value.nbytes for value in batch.saved().values())
@@ -188,15 +190,15 @@ def _parts(number: int, group: Group, layout: GroupLayout, recorder: Recorder) -
             ranks, owned = batch.exchange.ranks, conditions
             conditions = owned.new_zeros(len(batch.exchange.owners))
             conditions[batch.exchange.owned] = owned
-        yield Part(number, ranks, sums, counts, conditions)
+        yield GroupPart(number, ranks, sums, counts, conditions)
     for params in layout.adamw:
         ranks = params.places[0].ranks if isinstance(params, PartList) else None
         square, elements, size = _adamw_update(params, group, recorder)
-        yield Part(number, ranks, square.view(1), (elements, 0, 0, 0, size), NO_BLOCKS)
+        yield GroupPart(number, ranks, square.view(1), (elements, 0, 0, 0, size), NO_BLOCKS)
     if layout.averages is not None:  # of whole parameters on every rank
         pairs = zip(layout.averages.params, layout.averages.iterate, strict=True)
         size = sum(2 * param.numel() * x.element_size() for param, x in pairs)
-        yield Part(number, None, NOTHING, (0, 0, 0, 0, size), NO_BLOCKS)
+        yield GroupPart(number, None, NOTHING, (0, 0, 0, 0, size), NO_BLOCKS)
 
 
 # AdamW's update, from its moments.
