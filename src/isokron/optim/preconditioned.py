@@ -55,7 +55,7 @@ from isokron.optim.settings import (
     require,
 )
 from isokron.optim.spectral import spectral_direction
-from isokron.optim.statistics import Recorder, Statistics, adam_direction, statistics
+from isokron.optim.statistics import Recorder, Statistics, statistics
 from isokron.optim.width import scale_by_width_
 
 logger = logging.getLogger(__name__)
@@ -264,9 +264,8 @@ class Preconditioned(torch.optim.Optimizer):
                 if is_early(int(turns.min()), group):
                     alone = sent(rows_where(is_early, turns, group), grad.device)
                     direction = torch.where(alone.view_as(state["step"]), simple, direction)
-        if self._recorder is not None:
-            adam = adam_direction(moment, simple, state, group)
-            state |= {} if adam is None else {"adam": adam}
+        if self._recorder is not None:  # Adam's direction, or what Katie divides to get it
+            state["adam"] = simple if simple is not None and group["graft"] == "adam" else moment
         return direction
 
     def _finish(self, step: BatchStep, group: Group) -> None:
@@ -275,7 +274,7 @@ class Preconditioned(torch.optim.Optimizer):
             if "velocity" in step.state:
                 step.direction = heavy_ball_(step.state["velocity"], step.direction, group)
             if self._recorder is not None:
-                self._recorder.record(step)
+                self._recorder.record(step, group)
             step.store_state_()
         if step.batch.exchange is not None:
             step.arriving = step.batch.exchange.send(step.direction)

@@ -61,18 +61,18 @@ class Recorder:
         self.steps += 1
         self.updates.clear()
 
-    def record(self, step: BatchStep) -> None:
+    def record(self, step: BatchStep, group: Group) -> None:
         """‖P‖², and of a sample ‖P‖², ⟨P, A⟩, ‖A‖²; P is the direction taken, A Adam's. [4]"""
-        direction, adam = step.direction, step.state.get("adam")
+        direction, elements = step.direction, step.direction.numel()
         wide = torch.promote_types(direction.dtype, torch.float32)
         norms = torch.linalg.vector_norm(direction.flatten(1), dim=1, dtype=wide)
         sums = [norms.double().square().sum()] + [norms.new_zeros((), dtype=torch.float64)] * 3
-        if adam is not None:
-            stride, elements = _stride(direction.numel(), PAIR_SAMPLE), direction.numel()
-            x, y = (_sampled(z.reshape(-1), stride).reshape(-1).to(wide) for z in (direction, adam))
+        stride = _stride(elements, PAIR_SAMPLE)
+        if (y := _adam_sample(step.state, group, stride)) is not None:
+            x, y = _sampled(direction.reshape(-1), stride).reshape(-1).to(wide), y.to(wide)
             pairs = ((x, x), (x, y), (y, y))
             sums[1:] = [torch.dot(*pair).double() * (elements / x.numel()) for pair in pairs]
-        self.updates[step.batch] = torch.stack(sums), direction.numel()
+        self.updates[step.batch] = torch.stack(sums), elements
 
     def current_conditions(self, batch: Batch, group: Group) -> Tensor:
         """Of its blocks; the factors are looked at again after LOOK_EVERY steps. [B]"""
@@ -96,21 +96,21 @@ def _sampled(flat: Tensor, stride: int) -> Tensor:
     return flat if stride == 1 else flat[: len(flat) // CHUNK * CHUNK].view(-1, CHUNK)[::stride]
 
 
-def adam_direction(
-    moment: Tensor, grafted: Tensor | None, state: Mapping[str, Tensor], group: Group
-) -> Tensor | None:
-    """M̂ ⊘ (√V̂ + ε), M̂ the method's own first moment; None if it keeps no second moment V.
+def _adam_sample(state: Mapping[str, Tensor], group: Group, stride: int) -> Tensor | None:
+    """M̂ ⊘ (√V̂ + ε), M̂ the method's own first moment; None if it keeps no second moment V. [k]
 
-    `grafted`: the direction whose length is taken, if any. Katie keeps √V̂ + ε for the step.
+    Grafting to Adam has computed it; Katie keeps √V̂ + ε for the step.
     """
-    if group["betas"][1] == 1:  # V is a sum, as in AdaGrad
+    grafted = group["graft"] == "adam"
+    if group["betas"][1] == 1 or not (grafted or "deviation" in state):  # at 1, V is a sum
         return None
-    if group["graft"] == "adam":
-        return grafted
-    return moment / state["deviation"] if "deviation" in state else None
+    moment = _sampled(state["adam"].reshape(-1), stride)
+    if not grafted:
+        moment = moment / _sampled(state["deviation"].reshape(-1), stride)
+    return moment.reshape(-1)
 
 
-class Part(NamedTuple):
+class GroupPart(NamedTuple):
     """The share of one batch or list in the statistics of its group.
 
     Args:
@@ -161,7 +161,7 @@ def statistics(
 def summary(
     group: Group, has_blocks: bool, totals: Sequence[float], conditions: Sequence[float]
 ) -> Statistics:
-    """The statistics of a group from its sums and counts, see `Part`."""
+    """The statistics of a group from its sums and counts, see `GroupPart`."""
     squares, paired, products, adam, elements, in_blocks, refreshes, failures, size = totals
     known = elements > 0 and (in_blocks > 0 or not has_blocks)
     cosine = products / sqrt(paired * adam) if paired * adam > 0 else None
@@ -178,7 +178,9 @@ def summary(
     }
 
 
-def _parts(number: int, group: Group, layout: GroupLayout, recorder: Recorder) -> Iterator[Part]:
+def _parts(
+    number: int, group: Group, layout: GroupLayout, recorder: Recorder
+) -> Iterator[GroupPart]:
     for batch in layout.batches:
         sums, elements = recorder.updates.get(batch, (NOTHING, 0))
         size = sum(value.nbytes for value in batch.saved().values())
@@ -188,15 +190,15 @@ def _parts(number: int, group: Group, layout: GroupLayout, recorder: Recorder) -
             ranks, owned = batch.exchange.ranks, conditions
             conditions = owned.new_zeros(len(batch.exchange.owners))
             conditions[batch.exchange.owned] = owned
-        yield Part(number, ranks, sums, counts, conditions)
+        yield GroupPart(number, ranks, sums, counts, conditions)
     for params in layout.adamw:
         ranks = params.places[0].ranks if isinstance(params, PartList) else None
         square, elements, size = _adamw_update(params, group, recorder)
-        yield Part(number, ranks, square.view(1), (elements, 0, 0, 0, size), NO_BLOCKS)
+        yield GroupPart(number, ranks, square.view(1), (elements, 0, 0, 0, size), NO_BLOCKS)
     if layout.averages is not None:  # of whole parameters on every rank
         pairs = zip(layout.averages.params, layout.averages.iterate, strict=True)
         size = sum(2 * param.numel() * x.element_size() for param, x in pairs)
-        yield Part(number, None, NOTHING, (0, 0, 0, 0, size), NO_BLOCKS)
+        yield GroupPart(number, None, NOTHING, (0, 0, 0, 0, size), NO_BLOCKS)
 
 
 # AdamW's update, from its moments.
