@@ -15,18 +15,17 @@ keeps to score further queries, in addition to the model and the data. `--unroll
 training run. `--rules` averages EK-FAC scores over seeds and checkpoints at several dampings.
 
 Runs are in docs/benchmarks/lds_table.json, losses of retrained models in benchmarks/.cache; what is
-there is not computed again. `--table` prints the tables of docs/lds_table.md.
+there is not computed again. `--table` prints what docs/lds_table.md is made of.
 """
 
 import argparse
-import itertools
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -56,6 +55,20 @@ SEEDS = 5  # models that differ in their seeds only
 UNROLLED = 20  # queries of the unrolled run, which are reversed one by one
 HALF_MODELS = 10  # for TRAK, on halves that LDS does not use
 DAMPINGS = (0.03, 0.1, 0.3, 1.0)
+REFINED = "EK-FAC, exact Fisher, refine 10"
+HESSIAN = "dattri influence by CG, regularization 0.1"
+TRAK = "dattri TRAK, 10 models"
+PAIRS = (  # whose LDS are compared query by query
+    ("EK-FAC", "kronfluence EK-FAC, empirical, damping 0.1 of the mean"),
+    ("K-FAC", "EK-FAC"),
+    ("EK-FAC, exact Fisher", "EK-FAC"),
+    (REFINED, "EK-FAC, exact Fisher"),
+    (REFINED, HESSIAN),
+    (TRAK, "EK-FAC"),
+    (TRAK, "5 seeds, damping 0.1"),
+    ("5 seeds, damping 0.1", "1 seed, damping 0.1"),
+    ("3 checkpoints, damping 0.1", "1 seed, damping 0.1"),
+)
 Weights = dict[str, Tensor]
 
 
@@ -227,9 +240,7 @@ METHODS: dict[str, Callable[[Study], tuple[Tensor, int]]] = {
     "K-FAC, store": partial(by_curvature, method="kfac", fisher="empirical", store=True),
     "EK-FAC": partial(by_curvature, method="ekfac", fisher="empirical"),
     "EK-FAC, exact Fisher": partial(by_curvature, method="ekfac", fisher="exact"),
-    "EK-FAC, exact Fisher, refine 10": partial(
-        by_curvature, method="ekfac", fisher="exact", refine=10
-    ),
+    REFINED: partial(by_curvature, method="ekfac", fisher="exact", refine=10),
 }
 
 
@@ -331,29 +342,50 @@ def run_rules(study: Study, records: Records, key: dict[str, Any]) -> None:
             records.once(partial(study.quality, result), **key, **rule)
 
 
-def print_tables(records: Records, names: Sequence[str]) -> None:
-    """The tables of the page, in Markdown."""
+def tables() -> list[str]:
+    """LDS, seconds and megabytes by method; LDS by rule; and differences, paired by query."""
+    runs = Records("lds_table").runs
+    by_name: dict[str, dict[str, dict[str, Any]]] = {}  # by method or rule, then setting
+    for run in runs:
+        title = run.get("method") or f"{run['rule']}, damping {run['damping']:g}"
+        by_name.setdefault(title, {})[run["setting"]] = run
 
-    def row(title: str, runs: Sequence[dict[str, Any]]) -> str:
-        cells = []
-        for name in names:
-            run = next((run for run in runs if run["setting"] == name), None)
-            if run is None or "lds" not in run:
-                cells.append("–")
-            else:
-                size = f"{run['bytes'] / 1e6:.1f} MB"
-                cost = f"{run['seconds']:.1f} s, {size}"
-                cells.append(f"{run['lds']:.3f} ± {run['error']:.3f} ({cost})")
-        return f"| {title} | {' | '.join(cells)} |"
+    def cells(name: str, form: Callable[[dict[str, Any]], str], order: Iterable[str]) -> list[str]:
+        found = [by_name[name].get(setting, {}) for setting in order]
+        return [form(run) if "lds" in run else "–" for run in found]
 
-    runs = [run for run in records.runs if "method" in run]
-    for method in dict.fromkeys(run["method"] for run in runs):
-        print(row(method, [run for run in runs if run["method"] == method]))
-    rules = [run for run in records.runs if "rule" in run]
-    averages = dict.fromkeys(run["rule"] for run in rules)
-    for average, damping in itertools.product(averages, DAMPINGS):
-        key = {"rule": average, "damping": damping}
-        print(row(f"{average}, {damping}", [run for run in rules if key.items() <= run.items()]))
+    def quality(run: dict[str, Any]) -> str:
+        return f"{run['lds']:.3f} ± {run['error']:.3f}"
+
+    lines = [f"| | {' | '.join(SETTINGS)} | seconds | MB |", "|---" * 6 + "|"]
+    for name in (name for name in by_name if ", damping" not in name or "kron" in name):
+        seconds = cells(name, lambda run: f"{run['seconds']:.1f}", SETTINGS)
+        size = cells(name, lambda run: f"{run['bytes'] / 1e6:.1f}", SETTINGS)
+        costs = f"{' / '.join(seconds)} | {' / '.join(size)}"
+        lines.append(f"| {name} | {' | '.join(cells(name, quality, SETTINGS))} | {costs} |")
+    lines += ["", "| mean over, damping | digits | logistic | mlp |", "|---" * 4 + "|"]
+    for name in (f"{run['rule']}, damping {run['damping']:g}" for run in runs if "rule" in run):
+        line = f"| {name} | {' | '.join(cells(name, quality, ('digits', 'logistic', 'mlp')))} |"
+        lines += [line] if line not in lines else []
+    lines += ["", "| unrolled and others, its queries | LDS |", "|---|---|"]
+    for setting, run in by_name["unrolled"].items():
+        asked = len(run["by_query"])
+        compared = ("unrolled", "K-FAC", "EK-FAC", REFINED, HESSIAN)
+        values = [torch.tensor(by_name[name][setting]["by_query"][:asked]) for name in compared]
+        shown = " | ".join(f"{x.mean():.3f} ± {x.std() / asked**0.5:.3f}" for x in values)
+        lines.append(f"| {setting} | {shown} | {run['seconds']:.0f} |")
+    lines += ["", "| difference | logistic | mlp | digits |", "|---" * 4 + "|"]
+    for one, other in PAIRS:
+        gains = []
+        for setting in SETTINGS:
+            pair = [by_name[name].get(setting, {}).get("by_query") for name in (one, other)]
+            if None in pair:
+                gains.append("–")
+                continue
+            gain = torch.tensor(pair[0]) - torch.tensor(pair[1])
+            gains.append(f"{gain.mean():+.3f} ± {gain.std() / len(gain) ** 0.5:.3f}")
+        lines.append(f"| {one} − {other} | {' | '.join(gains)} |")
+    return lines
 
 
 def main() -> None:
@@ -370,7 +402,7 @@ def main() -> None:
     torch.set_num_threads(1)
     records, names = Records("lds_table"), args.settings.split(",")
     if args.table:
-        print_tables(records, names)
+        print("\n".join(tables()))
         return
     for name in names:
         study = Study(name, args.subsets, args.queries)

@@ -9,7 +9,7 @@ of what is recorded in a step and of the call after it, as shares of the mean pl
 the median over steps of the ratio of both optimizers' times of a step, which is noisy on a busy
 machine. The error of AdamW's sampled update is measured beside them. With --values: the numbers
 after training on digits, at a usual learning rate and at a hundred times that. Results are in
-docs/benchmarks/statistics.json.
+docs/benchmarks/optimizer_statistics.json.
 """
 
 from __future__ import annotations
@@ -142,7 +142,26 @@ def values(records: Records, specs: list[str]) -> None:
             records.runs = [run for run in records.runs if not key.items() <= run.items()]
             records.runs.append({**key, "loss": loss, **numbers})
             records.save()
-            print(records.runs[-1], flush=True)
+
+
+def tables() -> list[str]:
+    """The cost of statistics, and their values after training."""
+    runs = Records("optimizer_statistics").runs
+    lines = ["| optimizer | recording | call | sum | plain step | ratio |", "|---" * 6 + "|"]
+    for run in (run for run in runs if "optimizer" in run):
+        shares = [100 * share for share in (run["recording"], run["calls"])]
+        cells = [f"{share:.1f}%" for share in (*shares, sum(shares))]
+        step = f"{1e3 * run['step_seconds']:.0f} ms | {run['ratio']:.3f}"
+        lines.append(f"| {run['optimizer']} | {' | '.join(cells)} | {step} |")
+        if "sampled_over_exact_rms" in run:
+            lines.append(f"sampled over exact RMS: {run['sampled_over_exact_rms']:.3f}")
+    names = ("lr", "loss", "update_rms", "adam_cosine", "condition_median", "condition_max")
+    lines += ["", f"| optimizer | {' | '.join(names)} |", "|---" * 7 + "|"]
+    for run in (run for run in runs if "values" in run):
+        numbers = [run.get(name) for name in names]
+        cells = ["–" if x is None else f"{x:,.0f}" if x > 1000 else f"{x:.3g}" for x in numbers]
+        lines.append(f"| {run['values']} | {' | '.join(cells)} |")
+    return lines
 
 
 def main() -> None:
@@ -155,22 +174,18 @@ def main() -> None:
     parser.add_argument("--values", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    records = Records("statistics")
+    records = Records("optimizer_statistics")
     print(conditions())
+    specs = split_specs(args.optimizers)
     if args.values:
-        values(records, split_specs(args.optimizers))
-        return
-    for spec in split_specs(args.optimizers):
+        values(records, specs)
+    for spec in specs if not args.values else ():
         key = {"optimizer": spec, "layers": args.layers, "steps": args.steps}
         records.runs = [run for run in records.runs if run.get("optimizer") != spec]
         run = {**key, **measure(spec, args.layers, args.steps)}
         records.runs.append(run)
         records.save()
-        shares = f"recording {run['recording']:.1%}, calls {run['calls']:.1%}"
-        milliseconds = 1e3 * run["step_seconds"]
-        print(f"{spec}: {shares} of {milliseconds:.0f} ms; ratio {run['ratio']:.3f}", flush=True)
-        if "sampled_over_exact_rms" in run:
-            print(f"sampled over exact RMS: {run['sampled_over_exact_rms']:.4f}")
+    print("\n".join(tables()))
 
 
 if __name__ == "__main__":
