@@ -248,18 +248,9 @@ def _long_races() -> list[str]:
     return sorted(path.stem for path in (RECORDS / "long_races").glob("*.json"))
 
 
-def learning_rate() -> list[str]:
-    """The rows of the table."""
-    module = importlib.import_module("learning_rate")
-    records = module.Records("learning_rate")
-    names = dict.fromkeys((run["task"], run["optimizer"]) for run in records.runs)
-    return [module.row(records, *name) for name in names]
-
-
 TABLES = {
     "long_races": long_races,
     "long_races.shares": long_race_shares,
-    "learning_rate": learning_rate,
 }
 
 

@@ -157,14 +157,25 @@ def main() -> None:
             if name in ("smollm2", "lora") and not records.select(**key):
                 fine_tune = fine_tune or FineTune(name == "lora")
             records.once(partial(fine_tune or from_scratch, **key), **key)
-    for name in args.only.split(","):
-        print(f"\n| {name} | " + " | ".join(f"{lr:g}" for lr in LRS[name]) + " | update |")
-        print("|---" * (2 + len(LRS[name])) + "|")
-        for spec in specs:
-            print(row(records, name, spec))
-    print("\n| AdamW's lr times | 1 | 3 | 10 |\n|---|---|---|---|")
-    for spec in specs[1:]:
-        print(multiplied(records, args.only.split(","), spec))
+    print("\n".join(tables()))
+
+
+def tables() -> list[str]:
+    """Losses by learning rate of every task, then how often a multiple of AdamW's is as good."""
+    records, lines = Records("learning_rate"), list[str]()
+    tasks = [name for name in STEPS if records.select(task=name)]
+    by_task = {
+        name: list(dict.fromkeys(run["optimizer"] for run in records.select(task=name)))
+        for name in tasks
+    }
+    for name in tasks:
+        lines += ["", f"| {name} | " + " | ".join(f"{lr:g}" for lr in LRS[name]) + " | update |"]
+        lines += ["|---" * (2 + len(LRS[name])) + "|"]
+        lines += [row(records, name, spec) for spec in by_task[name]]
+    lines += ["", "| AdamW's lr times | 1 | 3 | 10 |", "|---|---|---|---|"]
+    common = OPTIMIZERS.split(",")[1:]
+    complete = [name for name in tasks if set(common) <= set(by_task[name])]
+    return [*lines, *(multiplied(records, complete, spec) for spec in common)]
 
 
 def mean(records: Records, task: str, optimizer: str, lr: float, column: str) -> float | None:
@@ -191,8 +202,11 @@ def multiplied(records: Records, tasks: list[str], spec: str) -> str:
 
 
 def row(records: Records, name: str, spec: str) -> str:
-    losses = [mean(records, name, spec, lr, "final") for lr in LRS[name]]
-    cells = ["diverged" if loss is None else f"{loss:.3f}" for loss in losses]
+    cells = []
+    for lr in LRS[name]:
+        loss = mean(records, name, spec, lr, "final")
+        started = records.select(task=name, optimizer=spec, lr=lr)
+        cells.append(f"{loss:.3f}" if loss is not None else "diverged" if started else "")
     lowest = LRS[name][0]
     rms, adamw = (mean(records, name, which, lowest, "rms") for which in (spec, "adamw"))
     ratio = f"{rms / adamw:.2f}" if rms and adamw else ""
