@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-SECONDS = 300.0  # on a busy machine a compiled JAX example takes minutes
+SECONDS = 120.0
 TORCH = ("torch", "torch._dynamo")  # every optimizer's constructor imports the latter
 
 
