@@ -88,10 +88,9 @@ def main() -> None:
 
     for step in range(args.steps):
         starts = jax.random.randint(jax.random.key(step), (16, 1), 0, len(text) - LENGTH)
-        batch = jax.block_until_ready(text[starts + jnp.arange(LENGTH)])
-        # wait for every step: on CPUs with few cores, computations in flight can block each other
-        loss = float(train_step(model, optimizer, batch))
-        jax.block_until_ready(nnx.state(optimizer))
+        loss = train_step(model, optimizer, text[starts + jnp.arange(LENGTH)])
+        # on CPUs with few cores, computations in flight can block each other
+        jax.block_until_ready((loss, nnx.state(optimizer)))
         if step % 10 == 0 or step == args.steps - 1:
             print(f"step {step:4}  loss {loss:.4f}")
 
