@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attribution_quality import decoder, single
@@ -175,9 +175,9 @@ def whitened(run: Attributor, queries: list[Query]) -> dict[str, Layer]:
     subject = run.subject
     by_name, parts = encoders(subject.layers, run.inverse()), list[Tensor]()
 
-    def rows(batches: object) -> list[Tensor]:
+    def rows(batches: Any) -> list[Tensor]:
         parts.clear()
-        collect(subject.model, batches, subject.loss, by_name, lambda r, *_: parts.append(r))  # type: ignore[arg-type]
+        collect(subject.model, batches, subject.loss, by_name, lambda r, *_: parts.append(r))
         widths = [encoder.width for encoder in by_name.values()]
         return list(torch.cat(parts).split(widths, 1))
 
