@@ -23,7 +23,7 @@ from records import Records
 from timing import conditions
 
 from isokron.optimizers_by_name import resolve
-from isokron.race import train
+from isokron.race.train import train
 from isokron.tasks import load
 
 # (task, steps), from cheap to expensive: what is decided early saves the long ones
@@ -93,7 +93,8 @@ class Losses:
 
 def train_once(race: Race, spec: str, lr: float, seed: int) -> dict[str, Any]:
     task, steps = race
-    run = train.train(load(task), resolve(spec), lr, seed, steps)
+    # before and after: only the final loss is compared
+    run = train(load(task), resolve(spec), lr, seed, steps, evaluations=2)
     if run.status == "failed":
         raise RuntimeError(f"{task}, {steps} steps, {spec}, lr {lr:g}: {run.message}")
     return {"final": run.final if math.isfinite(run.final) else None}
@@ -149,7 +150,6 @@ def main() -> None:
     parser.add_argument("--only", default="", help="compositions whose name has this word")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    train.EVALUATIONS = 2  # before and after: only the final loss is compared
     print(conditions())
     print("\n".join(tables(options.races, options.only)))
 

@@ -32,7 +32,7 @@ from timing import conditions
 
 from isokron.files import write_atomically
 from isokron.optimizers_by_name import resolve
-from isokron.race.train import train
+from isokron.race.train import EVALUATIONS, train
 from isokron.report.charts import Line, Plot, standalone
 from isokron.tasks import Task, load
 from isokron.training import batch_order, make_model
@@ -169,7 +169,17 @@ def run(name: str, optimizers: tuple[str, ...]) -> None:
 
 def train_once(task: Task, setting: Setting, steps: int, seed: int) -> dict[str, Any]:
     start = time.process_time()
-    result = train(task, resolve(setting.spec), setting.lr, seed, steps, warmup=setting.warmup)
+    long = steps == LONG * SHORT[task.name]
+    result = train(
+        task,
+        resolve(setting.spec),
+        setting.lr,
+        seed,
+        steps,
+        warmup=setting.warmup,
+        # figures show the longest runs; of others only the last evaluation counts
+        evaluations=EVALUATIONS if long else 5,
+    )
     if result.status == "failed":
         raise SystemExit(f"{task.name}, {setting.spec}: {result.message}")
     losses = [round(loss, 5) for loss in result.eval_losses]

@@ -7,7 +7,8 @@ step is jitted, donates parameters and state, and changes the parameters. Contes
 compiling and in stepping; times are medians. With every=10 a turn is ten steps, one of which
 updates the factors. Ratios are to eformer with its default settings.
 torch: against the PSGD of heavyball and of kron-torch, updating their factors as often. Both have
-one factor a dimension however long it is; so has "whole", otherwise blocks are of 256.
+one factor a dimension however long it is; so has "whole", otherwise blocks are of 256. All tensors
+get the method, embeddings too.
 A section whose peer is not installed is left out with a message.
 """
 
@@ -157,7 +158,12 @@ def torch_section(cases: list[str], methods: list[str], rounds: int, compilation
         name, shapes = CASES[case]
         makers: dict[str, Callable[..., torch.optim.Optimizer]] = dict(peers)
         for method in methods:
-            ours = getattr(isokron, method.title())
+            make_ours = getattr(isokron, method.title())
+
+            def ours(params: list[Any], make: Any = make_ours, **settings: Any) -> Any:
+                # the peers precondition every tensor, whatever its shape looks like
+                return make([{"params": params, "route": "method"}], **settings)
+
             makers[method] = ours
             makers[f'{method}, apply="old"'] = functools.partial(ours, apply="old")
             makers[f"{method}, whole"] = functools.partial(ours, block_size=8192)

@@ -29,9 +29,9 @@ class Failed(Exception):
     """The optimizer raised an error."""
 
 
-def evaluation_steps(steps: int) -> list[int]:
-    """About 25 evenly spaced step counts, from 0 (untrained) to `steps`."""
-    count = min(steps, EVALUATIONS - 1)
+def evaluation_steps(steps: int, evaluations: int = EVALUATIONS) -> list[int]:
+    """Evenly spaced step counts, from 0 (untrained) to `steps`."""
+    count = min(steps, evaluations - 1)
     return sorted({round(i * steps / count) for i in range(count + 1)})
 
 
@@ -43,6 +43,7 @@ def train(
     steps: int,
     on_step: OnStep = lambda step, loss: None,
     warmup: float = 0.1,
+    evaluations: int = EVALUATIONS,
 ) -> Run:
     """Train once. Weights and batches depend on the seed, not on the optimizer."""
     with torch.random.fork_rng(devices=[]):
@@ -54,7 +55,8 @@ def train(
         try:
             optimizer = _guarded(entrant.build, model, lr)
             torch.manual_seed(seed)  # dropout must not depend on the optimizer's constructor
-            _train_(run, task, model, optimizer, order, on_step, warmup)
+            evaluated = evaluation_steps(steps, evaluations)
+            _train_(run, task, model, optimizer, order, evaluated, on_step, warmup)
             run.optimizer_bytes = optimizer_bytes(optimizer)
             if task.sample is not None and seed == 0:
                 run.sample = task.sample(model.eval())
@@ -71,6 +73,7 @@ def _train_(
     model: nn.Module,
     optimizer: Optimizer,
     order: Tensor,
+    evaluated: list[int],
     on_step: OnStep,
     warmup: float,
 ) -> None:
@@ -82,7 +85,6 @@ def _train_(
             torch.accelerator.synchronize()  # queued work counts in the phase that queued it
         return time.perf_counter()
 
-    evaluated = evaluation_steps(len(order))
     model_seconds, optimizer_seconds = [], []
     schedule = _guarded(LambdaLR, optimizer, lambda step: warmup_cosine(step, len(order), warmup))
     _evaluate(run, task, model, 0)
