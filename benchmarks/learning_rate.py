@@ -50,13 +50,10 @@ def train(
     steps: int,
 ) -> dict[str, Any]:
     """The final loss (None: diverged), and the mean RMS of updates divided by the learning rate."""
-    optimizer = resolve(spec).build(params, lr)
+    optimizer = resolve(spec).build(params, lr, weight_decay=DECAY)
     if adapters := [name for name, _ in params.named_parameters() if "lora_" in name]:
         make: Any = type(optimizer)
-        optimizer = make(isokron.param_groups(params, method=adapters), lr=lr)
-    # decay as in the AdamW run, but not for what the routing leaves undecayed
-    for group in optimizer.param_groups:
-        group["weight_decay"] = DECAY if group["weight_decay"] else 0.0
+        optimizer = make(isokron.param_groups(params, method=adapters), lr, weight_decay=DECAY)
     schedule = LambdaLR(optimizer, lambda step: warmup_cosine(step, steps))
     matrices = [p for p in params.parameters() if p.ndim > 1 and p.requires_grad]
     ratios = []
@@ -146,13 +143,15 @@ def main() -> None:
     )
     parser.add_argument("--only", default=",".join(STEPS))
     parser.add_argument("--optimizers", default=OPTIMIZERS)
+    parser.add_argument("--lrs", default="", help="of a task's learning rates only these")
     args = parser.parse_args()
     torch.set_num_threads(1)
     specs = split_specs(args.optimizers)
     records = Records("learning_rate")
     for name in args.only.split(","):
         fine_tune: FineTune | None = None
-        for lr, spec, seed in product(LRS[name], specs, range(SEEDS[name])):
+        lrs = [lr for lr in LRS[name] if not args.lrs or f"{lr:g}" in args.lrs.split(",")]
+        for lr, spec, seed in product(lrs, specs, range(SEEDS[name])):
             key = {"task": name, "optimizer": spec, "lr": lr, "seed": seed}
             if name in ("smollm2", "lora") and not records.select(**key):
                 fine_tune = fine_tune or FineTune(name == "lora")

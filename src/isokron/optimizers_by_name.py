@@ -91,7 +91,7 @@ def resolve(spec: str) -> Entrant:
         if takes_model or not built_in:
             return factory(model if takes_model else model.parameters(), lr=lr, **keywords)
         # settings that the constructor does not take are those of parameter groups
-        only_groups = GROUP_KEYS - parameters.keys()
+        only_groups = (GROUP_KEYS | {"adamw_lr"}) - parameters.keys()
         settings = {key: keywords.pop(key) for key in options if key in only_groups}
         return factory(isokron.param_groups(model, **settings), lr=lr, **keywords)
 

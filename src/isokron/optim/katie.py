@@ -93,7 +93,13 @@ class Katie(Preconditioned):
         nonfinite: Nonfinite = "raise",
     ) -> None:
         settings = keywords_of(locals())
-        traits = Traits(check=check_katie, operator=("root",), heavy_ball=True, squares=True)
+        traits = Traits(
+            check=check_katie,
+            operator=("root",),
+            heavy_ball=True,
+            squares=True,
+            adamw_factor=10.0,
+        )
         super().__init__(params, lr, traits, **settings, **GROUP_SETTINGS)
 
     def init_state(self, batch: Batch, group: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from isokron.optim.layout import Traits, full_rank_norm, matrices_of
+from isokron.optim.lr_transfer import SPECTRAL_FACTOR
 from isokron.optim.preconditioned import Params, Preconditioned
 from isokron.optim.settings import (
     Average,
@@ -66,7 +67,12 @@ class Muon(Preconditioned):
         settings = keywords_of(locals())
         # the polar factor does not depend on the moment's scale
         traits = Traits(
-            cut=matrices_of, check=check_muon, debias=False, work="polar", norm=muon_norm
+            cut=matrices_of,
+            check=check_muon,
+            debias=False,
+            work="polar",
+            norm=muon_norm,
+            adamw_factor=SPECTRAL_FACTOR,
         )
         super().__init__(params, lr, traits, **settings)
 

@@ -16,8 +16,8 @@ from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from isokron.block_layout import is_matrix, split_sizes
+from isokron.optim.lr_transfer import read_base_shapes
 from isokron.optim.settings import GROUP_KEYS, RULES, SHARED, param_name, require, unknown_keyword
-from isokron.optim.width import read_base_shapes
 
 if TYPE_CHECKING:
     from isokron.optim.preconditioned import Preconditioned
@@ -38,6 +38,8 @@ LAYERS = (
 TALL = 4  # rows per column above which a matrix is a table: MLPs have 4, vocabularies more
 WIDE = 64  # columns per row above which it is one: convolutions have 49, stacks of experts more
 UNSCALED = ("embeddings", "norms", "vectors")  # one learning rate suits all widths
+# what a group's name says by its kind or in other words
+SAID = ("route", "stacked", "split", "split_dim", "fans", "adamw_lr")
 SEVERAL = 6  # from so many matrices on, a tall first or last one is taken for a table
 
 Patterns = Sequence[str] | str
@@ -50,6 +52,7 @@ def param_groups(
     method: Patterns = (),
     head: nn.Module | Patterns | None = None,
     base_shapes: nn.Module | Mapping[str, Any] | None = None,
+    adamw_lr: bool = False,
     **settings: Any,
 ) -> list[dict[str, Any]]:
     """Parameter groups for any isokron optimizer, found by module type, with any group setting.
@@ -70,6 +73,9 @@ def param_groups(
         base_shapes: A narrow model of the same structure, or its shapes by parameter name, at whose
             width `lr` and `weight_decay` were chosen. The optimizer then scales both for the width
             of this model; see docs/width.md.
+        adamw_lr: `lr` and `weight_decay` are those of an AdamW run. The optimizer then multiplies
+            the learning rate of what the method steps by a factor of its own, 3 for SOAP and 10 for
+            the others, and divides its weight decay by it; see docs/from_adamw.md.
         **settings: Any setting of a group (docs/engine.md): a value for all groups, or a mapping
             of patterns to values. One value of `route` is for the matrices, and one of
             `weight_decay` for all but norms and biases. `stacked` also takes patterns alone.
@@ -98,8 +104,11 @@ def param_groups(
         # AdamW works element by element, so how a parameter is cut does not matter
         if chosen["route"] == "adamw":
             chosen = {k: v for k, v in chosen.items() if k not in ("stacked", "split", "split_dim")}
-        elif chosen.get("split") is None:
-            chosen.pop("split_dim", None)
+        else:
+            if chosen.get("split") is None:
+                chosen.pop("split_dim", None)
+            if adamw_lr:
+                chosen["adamw_lr"] = True
         title = group_name(kind, chosen, usual)
         groups.setdefault(title, {"name": title, **chosen, "params": []})
         groups[title]["params"].append((name, param))
@@ -120,7 +129,7 @@ def group_name(kind: str, settings: Mapping[str, Any], usual: Mapping[str, Any])
         details.append(" from ".join(f"{rows}×{cols}" for rows, cols in fans))
     texts = {"lr_scale": "lr × {}", "weight_decay": "decay {}"}
     for key in dict.fromkeys((*texts, *settings)):
-        said = key in ("route", "stacked", "split", "split_dim", "fans") or key not in settings
+        said = key in SAID or key not in settings
         if not said and (key not in usual or settings[key] != usual[key]):
             text = texts.get(key, f"{key} {{}}").format(settings[key])
             details.append("no decay" if key == "weight_decay" and not settings[key] else text)
@@ -153,7 +162,7 @@ def _split_settings(
     by_pattern: dict[str, dict[str, Any]] = {}
     for key, value in settings.items():
         if key not in GROUP_KEYS:
-            takes = {"adamw", "method", "head", "base_shapes", *GROUP_KEYS}
+            takes = {"adamw", "method", "head", "base_shapes", "adamw_lr", *GROUP_KEYS}
             raise TypeError(unknown_keyword("param_groups", key, takes, takes))
         if key == "stacked" and isinstance(value, str | Sequence):
             value = dict.fromkeys([value] if isinstance(value, str) else value, 1)

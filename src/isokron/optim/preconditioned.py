@@ -31,6 +31,7 @@ from isokron.optim.blocks import Batch, BatchStep, Copies, write_back
 from isokron.optim.flat_buffer import FlatList
 from isokron.optim.gradient_checks import check_sums, check_types, gradient_sums
 from isokron.optim.layout import GroupLayout, Traits, build_layout, matrices_of
+from isokron.optim.lr_transfer import scale_by_width_, scale_from_adamw_
 from isokron.optim.moments import (
     counted,
     first_moment_,
@@ -56,7 +57,6 @@ from isokron.optim.settings import (
 )
 from isokron.optim.spectral import spectral_direction
 from isokron.optim.statistics import Recorder, Statistics, statistics
-from isokron.optim.width import scale_by_width_
 
 logger = logging.getLogger(__name__)
 
@@ -430,6 +430,8 @@ class Preconditioned(torch.optim.Optimizer):
                 self.traits.check(group)
             if "fans" in group:
                 scale_by_width_(group, self.traits)
+            if group.pop("adamw_lr", False):
+                scale_from_adamw_(group, self.traits)
             if len(set(group["params"])) < len(group["params"]):
                 raise ValueError(
                     f"{optimizer}: a parameter is in a group twice and would be stepped twice; "

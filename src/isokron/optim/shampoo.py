@@ -91,6 +91,7 @@ class Shampoo(Preconditioned):
             operator=("root",),
             heavy_ball=True,
             squares=True,
+            adamw_factor=10.0,
         )
         super().__init__(params, lr, traits, **settings, **GROUP_SETTINGS)
 

@@ -1,4 +1,4 @@
-"""Learning rates that carry over across width: muP for every optimizer (docs/width.md)."""
+"""Learning rates that carry over: from AdamW (docs/from_adamw.md), and across width (muP)."""
 
 from collections.abc import Mapping
 from math import sqrt
@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from isokron.optim.layout import Traits
 
 Shape = tuple[int, ...]
+
+SPECTRAL_FACTOR = 10.0  # Muon's
 
 
 def read_base_shapes(
@@ -56,7 +58,19 @@ def scale_by_width_(group: dict[str, Any], traits: "Traits") -> None:
         sqrt(rows / cols) / update_norm(rows, cols, group, traits)
         for rows, cols in (fans, base_fans)
     )
-    factor = rate / base_rate
+    _scale_(group, rate / base_rate)
+
+
+def scale_from_adamw_(group: dict[str, Any], traits: "Traits") -> None:
+    """Let a group that the method steps take AdamW's `lr` and `weight_decay`."""
+    if group["route"] == "spectral":
+        _scale_(group, SPECTRAL_FACTOR)
+    elif traits.takes(group["params"][0], group):
+        _scale_(group, traits.adamw_factor)
+
+
+def _scale_(group: dict[str, Any], factor: float) -> None:
+    """Multiply the learning rate; decay by lr·λ stays as it is."""
     group["lr_scale"] *= factor
     if group["decay"] != "l2":
         group["weight_decay"] /= factor
