@@ -81,6 +81,11 @@ def param_groups(
             `weight_decay` for all but norms and biases. `stacked` also takes patterns alone.
             Examples: split={"*.qkv.weight": 3}, lr_scale={"head.*": 0.5}, weight_decay=0.1.
     """
+    if not isinstance(adamw_lr, bool):
+        raise TypeError(
+            f"param_groups: adamw_lr must be True or False, got {adamw_lr!r}; pass AdamW's "
+            "learning rate to the optimizer, as in SOAP(groups, lr=3e-4, weight_decay=0.1)"
+        )
     named = _trainable(model)
     kinds = find_kinds(model, _heads(model, named, head))
     parts = find_parts(model)

@@ -1,4 +1,4 @@
-"""With base_shapes, one learning rate suits models of different widths."""
+"""Learning rates carry over from AdamW, and from narrow models to wide ones."""
 
 from copy import deepcopy
 from math import sqrt
@@ -170,9 +170,66 @@ def test_a_gpt2_is_scaled_through_its_transposed_layers() -> None:
     assert factors["transformer.wte.weight"] == 1  # tied to the head: an embedding
 
 
+@pytest.mark.parametrize(
+    ("method", "factor"),
+    [
+        *(("AdamW", 1), ("SignDescent", 1), ("SOAP", 3)),
+        *((method, 10) for method in ("Shampoo", "Katie", "Muon", "Quad", "Skew")),
+    ],
+)
+def test_with_adamw_lr_a_method_multiplies_its_own_rate_and_divides_its_decay(
+    method: str, factor: float
+) -> None:
+    groups = isokron.param_groups(Layers(16), adamw_lr=True)
+    optimizer = getattr(isokron, method)(groups, lr=3e-4, weight_decay=0.1)
+    rates, decays = settings(optimizer, "lr_scale"), settings(optimizer, "weight_decay")
+    for name in ("qkv.in_proj_weight", "qkv.out_proj.weight", "up.weight", "down.weight"):
+        assert rates[name] == factor, name
+        assert rates[name] * decays[name] == pytest.approx(0.1), name
+    for name, decay in {"table.weight": 0.1, "head.weight": 0.1, "norm.weight": 0.0}.items():
+        assert (rates[name], decays[name]) == (1, decay), name
+
+
+@pytest.mark.parametrize("method", ["SOAP", "Muon", "Quad"])
+def test_a_step_with_adamw_lr_is_one_with_the_multiplied_rate(method: str) -> None:
+    model, by_hand = Layers(16), Layers(16)
+    by_hand.load_state_dict(model.state_dict())
+    factor, make = 3 if method == "SOAP" else 10, getattr(isokron, method)
+    optimizer = make(isokron.param_groups(model, adamw_lr=True), lr=3e-4, weight_decay=0.1)
+    groups = isokron.param_groups(by_hand)
+    for group in groups:
+        if group["route"] == "method":
+            group |= {"lr": factor * 3e-4, "weight_decay": 0.1 / factor}
+    other = make(groups, lr=3e-4, weight_decay=0.1)
+    for weight, same in zip(model.parameters(), by_hand.parameters(), strict=True):
+        weight.grad = torch.randn_like(weight)
+        same.grad = weight.grad.clone()
+    for _ in range(3):
+        optimizer.step()
+        other.step()
+    for weight, same in zip(model.parameters(), by_hand.parameters(), strict=True):
+        torch.testing.assert_close(weight, same, rtol=1e-5, atol=1e-7)
+
+
+def test_adamw_lr_joins_other_scales_and_spectral_routes() -> None:
+    factors = scales(isokron.SOAP, Layers(64), Layers(16), adamw_lr=True, lr_scale={"up.*": 2.0})
+    assert factors["up.weight"] == pytest.approx(2 * 3 / 2)  # the width halves it
+    assert factors["down.weight"] == pytest.approx(3 / 2)
+    spectral = isokron.param_groups(Layers(16), adamw_lr=True, route={"up.weight": "spectral"})
+    assert settings(isokron.SOAP(spectral), "lr_scale")["up.weight"] == 10
+
+
+def test_a_number_for_adamw_lr_is_refused() -> None:
+    with pytest.raises(
+        TypeError, match=r"adamw_lr must be True or False, got 0\.0003; pass .* lr="
+    ):
+        isokron.param_groups(Layers(16), adamw_lr=3e-4)  # type: ignore[arg-type]
+
+
 def test_copies_and_loaded_states_are_not_scaled_again() -> None:
     def build() -> isokron.SOAP:
-        return isokron.SOAP(isokron.param_groups(Layers(64), base_shapes=Layers(16)))
+        groups = isokron.param_groups(Layers(64), base_shapes=Layers(16), adamw_lr=True)
+        return isokron.SOAP(groups)
 
     optimizer = build()
     expected = settings(optimizer, "lr_scale")
