@@ -89,8 +89,6 @@ def main() -> None:
     for step in range(args.steps):
         starts = jax.random.randint(jax.random.key(step), (16, 1), 0, len(text) - LENGTH)
         loss = train_step(model, optimizer, text[starts + jnp.arange(LENGTH)])
-        # without waiting, runs on two cores were seen to hang more often
-        jax.block_until_ready((loss, nnx.state(optimizer)))
         if step % 10 == 0 or step == args.steps - 1:
             print(f"step {step:4}  loss {loss:.4f}")
 

@@ -63,8 +63,6 @@ def test_example_runs_and_does_what_it_says(
         pytest.importorskip(package, reason=f"pip install {package}")
     path = ROOT / "examples" / name
     assert len(path.read_text().splitlines()) < 100
-    if name == "train_flax.py":
-        pytest.skip("on two cores XLA's CPU runtime hangs in about every second run of it")
     printed = python.run(path, *ARGUMENTS.get(name, []), folder=tmp_path).out
     assert SAYS.get(name, "") in printed
     if name == "explain.py":

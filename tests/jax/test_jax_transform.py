@@ -472,3 +472,21 @@ def test_jax_needs_no_torch_and_the_package_no_jax() -> None:
     imports = "import isokron; import isokron.jax as k; import jax.numpy as j"
     blocked("torch", f"{imports}; isokron.jax.quad(0.1); {step}")
     blocked("jax", "import isokron; isokron.SOAP; import isokron.white_kron")
+
+
+def test_bases_of_several_shapes_are_followed_at_the_same_time_without_a_deadlock() -> None:
+    """Two batched QR decompositions at a time block the two threads of a pool (jaxlib 0.10.2)."""
+    code = """
+import jax
+from isokron.jax.linalg import follow
+
+@jax.jit
+def turn(pairs):
+    return [(matrix, follow(matrix, basis)) for matrix, basis in pairs]
+
+draws = [jax.random.normal(jax.random.key(n), (8, n, n)) for n in range(33, 39)]
+pairs = [(draw @ draw.mT, draw) for draw in draws]
+for _ in range(100):
+    pairs = jax.block_until_ready(turn(pairs))
+"""
+    subprocess.run([sys.executable, "-c", code], timeout=120, check=True)

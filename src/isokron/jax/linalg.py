@@ -84,8 +84,22 @@ def follow(matrix: jax.Array, basis: jax.Array) -> jax.Array:
     image = matrix @ basis / jnp.where(positive, peak, 1)
     quotients = jnp.sum(basis * image, axis=-2, keepdims=True)
     order = jnp.argsort(quotients, axis=-1, descending=True, stable=True)
-    turned, _ = jnp.linalg.qr(jnp.take_along_axis(image, order, axis=-1))
+    turned = _orthogonal(jnp.take_along_axis(image, order, axis=-1))
     return jnp.where(positive, turned, basis)
+
+
+def _orthogonal(matrix: jax.Array) -> jax.Array:
+    """Q of A = QR. [..., n, n]"""
+
+    def one_by_one(matrix: jax.Array) -> jax.Array:
+        return jax.lax.map(batched, matrix.reshape(-1, *matrix.shape[-2:])).reshape(matrix.shape)
+
+    def batched(matrix: jax.Array) -> jax.Array:
+        return jnp.linalg.qr(matrix)[0]
+
+    # jaxlib (0.10.2) divides a batch among the threads of XLA's pool and blocks a thread until all
+    # are done: as many batches at a time as there are threads wait for each other for ever
+    return jax.lax.platform_dependent(matrix, cpu=one_by_one, default=batched)
 
 
 def offdiagonal(matrix: jax.Array, basis: jax.Array) -> jax.Array:
