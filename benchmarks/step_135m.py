@@ -25,7 +25,7 @@ import isokron
 from isokron.optimizers_by_name import resolve, split_specs
 
 WIDTH, KEYS, HIDDEN, VOCABULARY = 576, 192, 1536, 49_152
-OPTIMIZERS = "adamw,muon,quad,shampoo,katie,soap,soap(refresh='together')"
+OPTIMIZERS = "adamw,muon,muon(coefficients=None),quad,shampoo,katie,soap,soap(refresh='together')"
 
 
 class Layer(nn.Module):
@@ -106,11 +106,11 @@ def main() -> None:
     if args.steps < 30:
         parser.error("--steps must be at least 30: ten to start, ten to time, ten to count")
     records = Records("step_135m")
-    records.runs = [run for run in records.runs if run["layers"] != args.layers]
     print(f"{conditions()}, isokron {isokron.__version__}, {args.layers} layers")
     for spec in split_specs(args.optimizers):
-        run = {"optimizer": spec, "layers": args.layers, **measure(spec, args.layers, args.steps)}
-        records.runs.append(run)
+        key = {"optimizer": spec, "layers": args.layers}
+        run = {**key, **measure(spec, args.layers, args.steps), "machine": conditions()}
+        records.runs = [old for old in records.runs if not key.items() <= old.items()] + [run]
         records.save()
     print("\n".join(tables(args.layers)))
 

@@ -39,7 +39,7 @@ class Entrant:
     """An optimizer as the user named it, how to build it for a model, and its default sweep."""
 
     spec: str
-    build: Callable[[nn.Module, float], Optimizer]
+    build: Callable[..., Optimizer]  # (model, lr, **options)
     lrs: tuple[float, ...]
 
 
