@@ -1,4 +1,4 @@
-"""AdamW's learning rate and weight decay in every other optimizer: unchanged, or by `adamw_lr`.
+"""AdamW's learning rate and weight decay in every other optimizer: unchanged, or by `match_adamw`.
 
     python benchmarks/learning_rate.py [--only smollm2] [--optimizers soap,katie(graft='adam')]
 
@@ -7,9 +7,9 @@ Each optimizer is trained with the lr and weight_decay of an AdamW run, on three
 (24 steps of 4 x 128 tokens; from its package, see pretrained.py), of all weights or of LoRA pairs
 (rank 32), to which the method is applied here though param_groups leaves them to AdamW. A table for
 each task has final losses, and the RMS of an update at the lowest lr, relative to AdamW's; the last
-one says how often AdamW's lr is at least as good, multiplied for all parameters or by adamw_lr=True
-for the matrices alone. Results are in docs/benchmarks/learning_rate.json, written after every run;
-what is there is not trained again.
+one says how often AdamW's lr is at least as good, multiplied for all parameters or, by
+match_adamw=True, for the matrices alone. Results are in docs/benchmarks/learning_rate.json, written
+after every run; what is there is not trained again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STEPS = {"digits-small": 100, "mnist-small": 150, "speeches-tiny": 300, "smollm2
 LRS = dict.fromkeys(STEPS, (3e-4, 1e-3, 3e-3, 1e-2)) | {"smollm2": (3e-4, 1e-3, 3e-3)}
 SEEDS = dict.fromkeys(STEPS, 2) | {"smollm2": 1, "lora": 1}
 METHODS = ("muon", "soap", "shampoo", "katie", "quad", "skew")
-OPTIMIZERS = ",".join(("adamw", *METHODS, *(f"{name}(adamw_lr=True)" for name in METHODS)))
+OPTIMIZERS = ",".join(("adamw", *METHODS, *(f"{name}(match_adamw=True)" for name in METHODS)))
 DECAY = 0.1
 LAYERS, TOKENS, BATCH = 4, 128, 4  # of the fine-tune
 PROJECTIONS = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
@@ -173,7 +173,7 @@ def tables() -> list[str]:
         lines += ["", f"| {name} | " + " | ".join(f"{lr:g}" for lr in LRS[name]) + " | update |"]
         lines += ["|---" * (2 + len(LRS[name])) + "|"]
         lines += [row(records, name, spec) for spec in by_task[name]]
-    lines += ["", "| AdamW's lr times | 1 | 3 | 10 | adamw_lr=True |", "|---|---|---|---|---|"]
+    lines += ["", "| AdamW's lr times | 1 | 3 | 10 | match_adamw=True |", "|---|---|---|---|---|"]
     complete = [name for name in tasks if set(METHODS) <= set(by_task[name])]
     return [*lines, *(multiplied(records, complete, method) for method in METHODS)]
 
@@ -188,7 +188,7 @@ def mean(records: Records, task: str, optimizer: str, lr: float, column: str) ->
 def multiplied(records: Records, tasks: list[str], method: str) -> str:
     """With how many of AdamW's learning rates a multiple of it is at least as good, by multiple."""
     cells = []
-    scaled = f"{method}(adamw_lr=True)"
+    scaled = f"{method}(match_adamw=True)"
     # learning rates are about sqrt(10) apart
     for spec, places in ((method, 0), (method, 1), (method, 2), (scaled, 0)):
         better = [

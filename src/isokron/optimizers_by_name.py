@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import isokron
-from isokron.optim.settings import GROUP_KEYS
+from isokron.optim.settings import GROUP_KEYS, SHARED
 from isokron.tasks.catalog import load_object
 
 YARDSTICK = "adamw"  # takes part in every race
@@ -83,6 +83,8 @@ def resolve(spec: str) -> Entrant:
     factory, lrs = _built_in(name) if built_in else (load_object(name, "optimizer"), ADAMW_LRS)
     if not callable(factory):
         raise ValueError(f"optimizer {spec!r} must be callable, got {type(factory).__name__}")
+    if options.get("match_adamw"):
+        lrs = ADAMW_LRS
     parameters = inspect.signature(factory).parameters
     takes_model = next(iter(parameters), "") == "model"
 
@@ -91,7 +93,7 @@ def resolve(spec: str) -> Entrant:
         if takes_model or not built_in:
             return factory(model if takes_model else model.parameters(), lr=lr, **keywords)
         # settings that the constructor does not take are those of parameter groups
-        only_groups = (GROUP_KEYS | {"adamw_lr"}) - parameters.keys()
+        only_groups = (GROUP_KEYS | {"match_adamw"}) - parameters.keys()
         settings = {key: keywords.pop(key) for key in options if key in only_groups}
         return factory(isokron.param_groups(model, **settings), lr=lr, **keywords)
 
@@ -101,7 +103,9 @@ def resolve(spec: str) -> Entrant:
             # names of layers are meant for the task's model
             named = isinstance(options.get("policy"), dict)
             changes = {"layers": None, **({"policy": "dense"} if named else {})}
-            build(nn.Linear(2, 2), lrs[0], **(changes if takes_model else {}))
+            patterns = [k for k, v in options.items() if isinstance(v, dict) and k in SHARED]
+            unnamed = changes if takes_model else {key: SHARED[key] for key in patterns}
+            build(nn.Linear(2, 2), lrs[0], **unnamed)
             if options.get("fisher", "empirical") != "empirical":
                 raise ValueError("a race makes one backward pass a step; use fisher='empirical'")
         else:

@@ -177,10 +177,10 @@ def test_a_gpt2_is_scaled_through_its_transposed_layers() -> None:
         *((method, 10) for method in ("Shampoo", "Katie", "Muon", "Quad", "Skew")),
     ],
 )
-def test_with_adamw_lr_a_method_multiplies_its_own_rate_and_divides_its_decay(
+def test_with_match_adamw_a_method_multiplies_its_own_rate_and_divides_its_decay(
     method: str, factor: float
 ) -> None:
-    groups = isokron.param_groups(Layers(16), adamw_lr=True)
+    groups = isokron.param_groups(Layers(16), match_adamw=True)
     optimizer = getattr(isokron, method)(groups, lr=3e-4, weight_decay=0.1)
     rates, decays = settings(optimizer, "lr_scale"), settings(optimizer, "weight_decay")
     for name in ("qkv.in_proj_weight", "qkv.out_proj.weight", "up.weight", "down.weight"):
@@ -191,11 +191,11 @@ def test_with_adamw_lr_a_method_multiplies_its_own_rate_and_divides_its_decay(
 
 
 @pytest.mark.parametrize("method", ["SOAP", "Muon", "Quad"])
-def test_a_step_with_adamw_lr_is_one_with_the_multiplied_rate(method: str) -> None:
+def test_a_step_with_match_adamw_is_one_with_the_multiplied_rate(method: str) -> None:
     model, by_hand = Layers(16), Layers(16)
     by_hand.load_state_dict(model.state_dict())
     factor, make = 3 if method == "SOAP" else 10, getattr(isokron, method)
-    optimizer = make(isokron.param_groups(model, adamw_lr=True), lr=3e-4, weight_decay=0.1)
+    optimizer = make(isokron.param_groups(model, match_adamw=True), lr=3e-4, weight_decay=0.1)
     groups = isokron.param_groups(by_hand)
     for group in groups:
         if group["route"] == "method":
@@ -211,24 +211,50 @@ def test_a_step_with_adamw_lr_is_one_with_the_multiplied_rate(method: str) -> No
         torch.testing.assert_close(weight, same, rtol=1e-5, atol=1e-7)
 
 
-def test_adamw_lr_joins_other_scales_and_spectral_routes() -> None:
-    factors = scales(isokron.SOAP, Layers(64), Layers(16), adamw_lr=True, lr_scale={"up.*": 2.0})
+def test_match_adamw_joins_other_scales_and_spectral_routes() -> None:
+    factors = scales(isokron.SOAP, Layers(64), Layers(16), match_adamw=True, lr_scale={"up.*": 2.0})
     assert factors["up.weight"] == pytest.approx(2 * 3 / 2)  # the width halves it
     assert factors["down.weight"] == pytest.approx(3 / 2)
-    spectral = isokron.param_groups(Layers(16), adamw_lr=True, route={"up.weight": "spectral"})
+    spectral = isokron.param_groups(Layers(16), match_adamw=True, route={"up.weight": "spectral"})
     assert settings(isokron.SOAP(spectral), "lr_scale")["up.weight"] == 10
 
 
-def test_a_number_for_adamw_lr_is_refused() -> None:
-    with pytest.raises(
-        TypeError, match=r"adamw_lr must be True or False, got 0\.0003; pass .* lr="
-    ):
-        isokron.param_groups(Layers(16), adamw_lr=3e-4)  # type: ignore[arg-type]
+def test_a_number_for_match_adamw_is_refused() -> None:
+    message = r"match_adamw must be True or False, got 0\.0003; AdamW's learning rate .* optimizer"
+    with pytest.raises(ValueError, match=message):
+        isokron.param_groups(Layers(16), match_adamw=3e-4)  # type: ignore[arg-type]
+    group = {"params": [nn.Parameter(torch.zeros(4, 4))], "match_adamw": 3e-4}
+    with pytest.raises(ValueError, match=r"SOAP: match_adamw must be True or False; .* `lr`, got"):
+        isokron.SOAP([group])
+    with pytest.raises(TypeError, match=r"write isokron\.param_groups\(model, match_adamw=True\)"):
+        isokron.SOAP(group["params"], match_adamw=True)  # type: ignore[call-arg]
+
+
+def test_a_group_of_which_the_method_steps_only_a_part_is_refused() -> None:
+    layers = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 64), nn.Linear(64, 8))
+    groups = isokron.param_groups(layers, match_adamw=True, route="auto")
+    with pytest.raises(ValueError, match=r"got a group with both, 'matrices.*'; leave `route` to"):
+        isokron.Muon(groups)
+    assert isokron.SOAP([{"params": [], "match_adamw": True}]).param_groups[0]["lr_scale"] == 1
+
+
+def test_tensors_and_groups_of_the_caller_are_left_as_they_are() -> None:
+    decay, scale = torch.tensor(0.1), torch.tensor(2.0)
+    groups = isokron.param_groups(Layers(16), match_adamw=True, lr_scale=scale)
+    keys = [set(group) for group in groups]
+    for make, factor in ((isokron.SOAP, 3), (isokron.Muon, 10), (isokron.SOAP, 3)):
+        optimizer = make(groups, weight_decay=decay)
+        rates, decays = settings(optimizer, "lr_scale"), settings(optimizer, "weight_decay")
+        assert float(rates["up.weight"]) == pytest.approx(2 * factor)
+        assert float(decays["up.weight"]) == pytest.approx(0.1 / factor)
+        assert (float(rates["table.weight"]), float(decays["table.weight"])) == (2.0, decay)
+    assert [set(group) for group in groups] == keys
+    assert (float(decay), float(scale)) == (pytest.approx(0.1), 2.0)
 
 
 def test_copies_and_loaded_states_are_not_scaled_again() -> None:
     def build() -> isokron.SOAP:
-        groups = isokron.param_groups(Layers(64), base_shapes=Layers(16), adamw_lr=True)
+        groups = isokron.param_groups(Layers(64), base_shapes=Layers(16), match_adamw=True)
         return isokron.SOAP(groups)
 
     optimizer = build()

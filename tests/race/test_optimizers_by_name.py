@@ -121,3 +121,21 @@ def test_built_in_optimizers_train_every_parameter(name):
         model(torch.tensor([0, 1, 2, 3, 4])).square().sum().backward()
         optimizer.step()
     assert all(not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+def test_match_adamw_is_an_option_with_the_learning_rates_of_adamw() -> None:
+    entrant = resolve("muon(match_adamw=True)")
+    assert entrant.lrs == resolve("adamw").lrs
+    (group,) = entrant.build(nn.Sequential(nn.Linear(8, 8, bias=False)), 1e-3).param_groups
+    assert group["lr_scale"] == 10
+    with pytest.raises(ValueError, match=r"match_adamw must be True or False, got 0\.5"):
+        resolve("muon(match_adamw=0.5)")
+
+
+def test_settings_by_name_pattern_are_those_of_the_model_of_the_task() -> None:
+    entrant = resolve("soap(lr_scale={'1.*':2.0})")
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    scales = [group["lr_scale"] for group in entrant.build(model, 1e-3).param_groups]
+    assert sorted(scales) == [1.0, 2.0]
+    with pytest.raises(ValueError, match=r"'2\.\*' matches no trainable parameter"):
+        resolve("soap(lr_scale={'2.*':2.0})").build(model, 1e-3)

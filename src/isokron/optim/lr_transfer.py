@@ -63,17 +63,23 @@ def scale_by_width_(group: dict[str, Any], traits: "Traits") -> None:
 
 def scale_from_adamw_(group: dict[str, Any], traits: "Traits") -> None:
     """Let a group that the method steps take AdamW's `lr` and `weight_decay`."""
-    if group["route"] == "spectral":
-        _scale_(group, SPECTRAL_FACTOR)
-    elif traits.takes(group["params"][0], group):
-        _scale_(group, traits.adamw_factor)
+    taken = [traits.takes(param, group) for param in group["params"]]
+    if any(taken) and not all(taken):
+        raise ValueError(
+            "match_adamw must be of groups that either the method or AdamW steps, got a group with "
+            f"both, {group.get('name', 'without a name')!r}; leave `route` to param_groups, or "
+            "name what AdamW shall step in adamw="
+        )
+    if any(taken):
+        _scale_(group, SPECTRAL_FACTOR if group["route"] == "spectral" else traits.adamw_factor)
 
 
 def _scale_(group: dict[str, Any], factor: float) -> None:
     """Multiply the learning rate; decay by lr·λ stays as it is."""
-    group["lr_scale"] *= factor
+    # not in place: several groups may have the same tensor
+    group["lr_scale"] = group["lr_scale"] * factor
     if group["decay"] != "l2":
-        group["weight_decay"] /= factor
+        group["weight_decay"] = group["weight_decay"] / factor
 
 
 def update_norm(rows: int, cols: int, group: Mapping[str, Any], traits: "Traits") -> float:

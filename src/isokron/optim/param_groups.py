@@ -39,7 +39,7 @@ TALL = 4  # rows per column above which a matrix is a table: MLPs have 4, vocabu
 WIDE = 64  # columns per row above which it is one: convolutions have 49, stacks of experts more
 UNSCALED = ("embeddings", "norms", "vectors")  # one learning rate suits all widths
 # what a group's name says by its kind or in other words
-SAID = ("route", "stacked", "split", "split_dim", "fans", "adamw_lr")
+SAID = ("route", "stacked", "split", "split_dim", "fans", "match_adamw")
 SEVERAL = 6  # from so many matrices on, a tall first or last one is taken for a table
 
 Patterns = Sequence[str] | str
@@ -52,7 +52,7 @@ def param_groups(
     method: Patterns = (),
     head: nn.Module | Patterns | None = None,
     base_shapes: nn.Module | Mapping[str, Any] | None = None,
-    adamw_lr: bool = False,
+    match_adamw: bool = False,
     **settings: Any,
 ) -> list[dict[str, Any]]:
     """Parameter groups for any isokron optimizer, found by module type, with any group setting.
@@ -73,18 +73,18 @@ def param_groups(
         base_shapes: A narrow model of the same structure, or its shapes by parameter name, at whose
             width `lr` and `weight_decay` were chosen. The optimizer then scales both for the width
             of this model; see docs/width.md.
-        adamw_lr: `lr` and `weight_decay` are those of an AdamW run. The optimizer then multiplies
-            the learning rate of what the method steps by a factor of its own, 3 for SOAP and 10 for
-            the others, and divides its weight decay by it; see docs/from_adamw.md.
+        match_adamw: `lr` and `weight_decay` are those of an AdamW run. The optimizer multiplies the
+            learning rate of what the method steps by a factor of its own, 3 for SOAP and 10 for the
+            others, and divides its decoupled weight decay by it; see docs/from_adamw.md.
         **settings: Any setting of a group (docs/engine.md): a value for all groups, or a mapping
             of patterns to values. One value of `route` is for the matrices, and one of
             `weight_decay` for all but norms and biases. `stacked` also takes patterns alone.
             Examples: split={"*.qkv.weight": 3}, lr_scale={"head.*": 0.5}, weight_decay=0.1.
     """
-    if not isinstance(adamw_lr, bool):
-        raise TypeError(
-            f"param_groups: adamw_lr must be True or False, got {adamw_lr!r}; pass AdamW's "
-            "learning rate to the optimizer, as in SOAP(groups, lr=3e-4, weight_decay=0.1)"
+    if not isinstance(match_adamw, bool):
+        raise ValueError(
+            f"param_groups: match_adamw must be True or False, got {match_adamw!r}; AdamW's "
+            "learning rate and weight decay go to the optimizer, as its own do"
         )
     named = _trainable(model)
     kinds = find_kinds(model, _heads(model, named, head))
@@ -112,8 +112,8 @@ def param_groups(
         else:
             if chosen.get("split") is None:
                 chosen.pop("split_dim", None)
-            if adamw_lr:
-                chosen["adamw_lr"] = True
+            if match_adamw:
+                chosen["match_adamw"] = True
         title = group_name(kind, chosen, usual)
         groups.setdefault(title, {"name": title, **chosen, "params": []})
         groups[title]["params"].append((name, param))
@@ -167,7 +167,7 @@ def _split_settings(
     by_pattern: dict[str, dict[str, Any]] = {}
     for key, value in settings.items():
         if key not in GROUP_KEYS:
-            takes = {"adamw", "method", "head", "base_shapes", "adamw_lr", *GROUP_KEYS}
+            takes = {"adamw", "method", "head", "base_shapes", "match_adamw", *GROUP_KEYS}
             raise TypeError(unknown_keyword("param_groups", key, takes, takes))
         if key == "stacked" and isinstance(value, str | Sequence):
             value = dict.fromkeys([value] if isinstance(value, str) else value, 1)

@@ -413,8 +413,11 @@ class Preconditioned(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group at any time; the batches of the others stay as they are."""
         optimizer = type(self).__name__
-        check_spelling(optimizer, param_group, [*self.defaults, "name", "initial_lr"])
-        super().add_param_group(param_group)
+        check_spelling(
+            optimizer, param_group, [*self.defaults, "name", "initial_lr", "match_adamw"]
+        )
+        # a copy: torch writes into it, and the caller may make another optimizer of the same groups
+        super().add_param_group(dict(param_group))
         group = self.param_groups[-1]
         if isinstance(group["lr"], Tensor):
             group["lr"] = group["lr"].clone()  # groups that share it would all scale it in turn
@@ -430,8 +433,13 @@ class Preconditioned(torch.optim.Optimizer):
                 self.traits.check(group)
             if "fans" in group:
                 scale_by_width_(group, self.traits)
-            if group.pop("adamw_lr", False):
-                scale_from_adamw_(group, self.traits)
+            if "match_adamw" in group:
+                rule = "True or False; the learning rate itself is `lr`"
+                require(
+                    isinstance(group["match_adamw"], bool), optimizer, group, "match_adamw", rule
+                )
+                if group.pop("match_adamw"):
+                    scale_from_adamw_(group, self.traits)
             if len(set(group["params"])) < len(group["params"]):
                 raise ValueError(
                     f"{optimizer}: a parameter is in a group twice and would be stepped twice; "

@@ -117,8 +117,10 @@ PEERS_BY_NAME: dict[tuple[str, ...], str] = {
     ("average",): "iterate_averaging_config",
 }
 PEERS = {peer: names for names, peers in PEERS_BY_NAME.items() for peer in peers.split()}
-# Names in other libraries that no setting here stands for, though some are spelled alike.
+# Arguments of param_groups, and names in other libraries that no setting here stands for.
 NOT_SETTINGS = {
+    "base_shapes": "write isokron.param_groups(model, base_shapes=narrow)",
+    "match_adamw": "write isokron.param_groups(model, match_adamw=True)",
     "warmup_steps": "warm lr up by a scheduler of torch.optim.lr_scheduler",
     "gradient_clipping": "call torch.nn.utils.clip_grad_norm_ before the step",
     "cautious_weight_decay": "isokron has none",
