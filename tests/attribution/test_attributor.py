@@ -200,7 +200,7 @@ def test_a_bad_pattern_begins_no_run(tmp_path: Path) -> None:
 
 def test_memory_that_is_too_little_is_refused_before_any_work(tmp_path: Path) -> None:
     a = attributor(tmp_path, memory=1024)
-    with pytest.raises(ValueError, match=r"memory: peak .* does not fit; give more --memory"):
+    with pytest.raises(ValueError, match=r"memory: peak .* does not fit; give more memory"):
         a.fit()
     assert a.folder.stage("fit") is None
 

@@ -164,7 +164,7 @@ def test_a_wrong_number_of_steps_is_refused(refine: Any, tmp_path: Path) -> None
 
 def test_what_cannot_be_refined_is_refused_with_the_remedy(tmp_path: Path) -> None:
     a = opened(tmp_path / "stored").build(dim=4)
-    with pytest.raises(ValueError, match=r"score exactly \(--no-store\)"):
+    with pytest.raises(ValueError, match=r"score exactly \(store=False\)"):
         a.score(asked(a), refine=2)
     a.score(asked(a), refine=2, store=False, save=False)
     with pytest.raises(ValueError, match="does not go with unit"):

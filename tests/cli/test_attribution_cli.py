@@ -148,7 +148,7 @@ def test_wrong_calls_are_told_in_one_line_and_leave_nothing(isokron: Call, tmp_p
     [
         (["--query", "eval:99"], "must lie between 0 and 7"),
         (["--query", "eval:0", "--layers", "nothing"], "'nothing' matches no"),
-        (["--query", "eval:0", "--memory", "1e-6"], "does not fit; give more --memory"),
+        (["--query", "eval:0", "--memory", "1e-6"], "does not fit; give more memory"),
         (["--prompt", "abc"], "takes no prompts"),
         (["--query", "eval:0", "--examples", "99"], "--examples must be from 1 to the 32"),
         (["--query", "eval:0", "--fit-examples", "99"], "--fit-examples must be from 1 to the 32"),

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from isokron._version import __version__
+from isokron.cli.process import named_options
 
 TOY = Path(__file__).parents[1] / "race" / "toy.py"
 
@@ -248,3 +249,21 @@ def test_a_wrong_option_is_told_which_there_are(inside):
     code, err = inside("race", "--optimizers", "muon(momentumm=0.9)")
     assert code == 2
     assert "its options are momentum, nesterov" in one_line_error(err)
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("score exactly (store=False)", "score exactly (--no-store)"),
+        ("continue it with resume=True, or wait", "continue it with --resume, or wait"),
+        ("lower lr=0.1", "lower --lr 0.1"),
+        ("leave it out (layers='!a')", "leave it out (--layers '!a')"),
+        ("out 'x' is a file", "--out 'x' is a file"),
+        ("graft='adam' has no option", "graft='adam' has no option"),
+    ],
+)
+def test_errors_of_the_library_name_arguments_and_the_command_line_names_options(
+    message: str, shown: str
+) -> None:
+    options = {name: f"--{name}" for name in ("store", "resume", "lr", "layers", "out")}
+    assert named_options(message, options) == shown

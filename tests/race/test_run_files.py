@@ -62,7 +62,7 @@ def test_changed_settings_are_refused_with_both_values(task, tmp_path):
 
 def test_an_existing_race_is_refused_without_resume(task, tmp_path):
     small(task, tmp_path)
-    with pytest.raises(ValueError, match="already holds a race; continue it with --resume"):
+    with pytest.raises(ValueError, match="already holds a race; continue it with resume=True"):
         small(task, tmp_path)
 
 

@@ -337,7 +337,7 @@ class Attributor:
         settings = self.folder.stage("build")
         if settings is None:
             path = self.folder.path
-            raise ValueError(f"{path} has no store; build one, or score exactly (--no-store)")
+            raise ValueError(f"{path} has no store; build one, or score exactly (store=False)")
         store = Store.open(self.folder.gradients)
         wanted = self._recorded(settings)
         check_same(self.folder.gradients, "store", store.schema.settings, wanted)

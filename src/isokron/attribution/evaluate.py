@@ -236,7 +236,7 @@ def evaluate(
     if task is None or stage is None:
         raise ValueError(
             f"evaluate needs a run on a task with curvature, {a.folder.path} has "
-            f"{'no curvature' if task else 'no task'}; run: isokron fit {a.folder.path} --task …"
+            f"{'no curvature' if task else 'no task'}; give the task, then fit"
         )
     # imported here, since scorers need the measures of this module
     from isokron.attribution.scorers import ExactScorer

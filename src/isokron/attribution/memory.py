@@ -51,8 +51,8 @@ class MemoryPlan:
         """Refuse a plan that exceeds the limit."""
         if self.peak > self.limit:
             raise ValueError(
-                f"{self.summary()}: that does not fit; give more --memory, leave large layers out "
-                "(--layers '!pattern'), lower --max-side, or shorten the documents (--context)"
+                f"{self.summary()}: that does not fit; give more memory, leave large layers out "
+                "(layers='!pattern'), lower max_side, or shorten the documents"
             )
 
 
@@ -150,8 +150,8 @@ class Budget:
             fewer = max(1, len(numbers) * MAX_TERMS // terms)
             raise ValueError(
                 f"head='lowrank' stores the gradient of every loss term, and there are {terms:,} "
-                f"loss terms, more than {MAX_TERMS:,}; fit to fewer examples (--fit-examples "
-                f"{fewer}), or leave the head out"
+                f"loss terms, more than {MAX_TERMS:,}; fit to fewer examples, at most "
+                f"{fewer}, or leave the head out"
             )
 
     @cached_property

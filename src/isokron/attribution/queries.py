@@ -56,7 +56,7 @@ def read_queries(
             queries.append(_text(task, text))
     queries += [_prompt(task, model, *pair) for pair in prompts]
     if not queries:
-        raise ValueError("no query: give --query eval:0, --query 'a text' or --prompt 'a text'")
+        raise ValueError("no query: give an example such as eval:0, a text or a prompt")
     return queries
 
 
@@ -65,7 +65,7 @@ def _examples(task: Task, part: str, numbers: str, ids: Sequence[str]) -> Iterat
     if examples is None:
         raise ValueError(
             f"query {part}:{numbers}: {task.name} has no evaluation examples; use a text, a "
-            "--prompt, or a training example such as train:0"
+            "prompt, or a training example such as train:0"
         )
     for piece in numbers.split(","):
         ends = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", piece)
@@ -102,7 +102,7 @@ def _prompt(task: Task, model: nn.Module | None, prompt: str, completion: str | 
     if task.prompt is None:
         raise ValueError(
             f"prompt {prompt!r:.40}: task {task.name!r} takes no prompts, only Hugging Face "
-            "language models do; use --query"
+            "language models do; give the text as a query"
         )
     batch, shown = task.prompt(model, prompt, completion)
     words: tuple[str, ...] = ("--prompt", prompt)

@@ -172,7 +172,7 @@ def check_refinable(subject: Subject, settings: Mapping[str, Any], optimizer: bo
     if settings["store"]:
         raise ValueError(
             f"{what} needs exact scores, and a store holds gradients whitened by the fitted "
-            "curvature; score exactly (--no-store)"
+            "curvature; score exactly (store=False)"
         )
     if settings["unit"]:
         raise ValueError(

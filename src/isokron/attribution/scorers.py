@@ -258,7 +258,7 @@ class StoreScorer(ExactScorer):
         if damping is not None and damping != stored:
             raise ValueError(
                 f"damping {damping:g} differs from that of the store, {stored:g}, by which its "
-                "rows are whitened; leave it out, or score exactly (--no-store)"
+                "rows are whitened; leave it out, or score exactly (store=False)"
             )
         return {**settings, "damping": float(stored)}
 
@@ -374,7 +374,7 @@ class StoreScorer(ExactScorer):
         if dim is None:
             raise ValueError(
                 f"no store within {render.memory(memory)} has a rank correlation of {SPEARMAN} "
-                "with exact scores; score exactly (--no-store), or give --dim or more --memory"
+                "with exact scores; score exactly (store=False), or give a dim or more memory"
             )
         return dim
 
@@ -457,7 +457,7 @@ def projected_layers(layers: Sequence[Layer], lowrank: Sequence[str]) -> list[La
     if not projected:
         raise ValueError(
             "a store needs a linear, convolution or norm layer, and layers= selects none; score "
-            "exactly (--no-store)"
+            "exactly (store=False)"
         )
     return projected
 
@@ -485,8 +485,8 @@ def shard_size(row: int, examples: int, memory: int) -> int:
     limit = min(SHARD, memory // 8)
     if row > limit:
         raise ValueError(
-            f"memory must be eight times a row of {row} bytes, got {memory}; give more --memory, "
-            "or a smaller --dim"
+            f"memory must be eight times a row of {row} bytes, got {memory}; give more "
+            "memory, or a smaller dim"
         )
     return max(1, min(examples, limit // row, -(-examples // SHARDS)))
 

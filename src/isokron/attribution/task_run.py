@@ -223,10 +223,10 @@ class UnrolledScorer(ExactScorer):
         return Scored(scores, None, None, torch.cat(passes)[order].float())
 
     def self_influence(self, damping: float) -> Tensor:
-        raise ValueError("an unrolled run has no self-influence; take another --method")
+        raise ValueError("an unrolled run has no self-influence; take another method")
 
     def example_tokens(self, numbers: Sequence[int], gradients: Any) -> Any:
-        raise ValueError("an unrolled run has no scores of tokens; take another --method")
+        raise ValueError("an unrolled run has no scores of tokens; take another method")
 
     def retrained(self, task: Task, examples: Tensor, seed: int) -> nn.Module:
         """The run's model if all but some examples had weight 0, with the same batches."""

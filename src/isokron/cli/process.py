@@ -110,9 +110,13 @@ def named_options(message: str, options: Mapping[str, str]) -> str:
 
     def option(match: re.Match[str]) -> str:
         name = options.get(match[1], match[1])
-        return match[0] if name == match[1] else f"{name} " if match[0].endswith("=") else name
+        if name == match[1]:
+            return match[0]
+        switch = {"=True": name, "=False": name.replace("--", "--no-", 1)}
+        return switch.get(match[2], name + match[2].replace("=", " "))
 
-    return re.sub(r"\b(\w+)=(?=[\w.+-])", option, re.sub(r"^(\w+)(?=[ :])", option, message))
+    leading = re.sub(r"^(\w+)()(?=[ :])", option, message)
+    return re.sub(r"\b(\w+)(=True\b|=False\b|=(?=[\w.+'-]))", option, leading)
 
 
 def _place(error: Exception) -> str:

@@ -31,7 +31,7 @@ EVERY = "*"  # in a mapping of learning rates: all optimizers not named
 EXTENSIONS = 2  # of a sweep whose best learning rate lies at an edge
 FACTOR = 3.0  # between learning rates of an extended sweep
 SETTINGS, RUNS = "settings.json", "runs"
-NEW_FOLDER = "give a new folder with --out"
+NEW_FOLDER = "give a new folder"
 
 # a run: optimizer, learning rate, seed, and steps of a shorter schedule than the race's
 Key: TypeAlias = tuple[str, float, int, int | None]
@@ -266,7 +266,7 @@ def race_folder(folder: Path, settings: Mapping[str, Any], resume: bool) -> Iter
         # a folder without a finished run can be reused
         if any(folder.glob(f"{RUNS}/[!.]*.json")):
             if not resume:
-                problem = "already holds a race; continue it with --resume"
+                problem = "already holds a race; continue it with resume=True"
                 raise ValueError(f"out {str(folder)!r} {problem}, or {NEW_FOLDER}")
             saved = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
             check_same(folder, "race", saved, settings)
