@@ -1,6 +1,7 @@
 """Learning rates carry over from AdamW, and from narrow models to wide ones."""
 
 from copy import deepcopy
+from functools import partial
 from math import sqrt
 from typing import Any
 
@@ -175,13 +176,18 @@ def test_a_gpt2_is_scaled_through_its_transposed_layers() -> None:
     [
         *(("AdamW", 1), ("SignDescent", 1), ("SOAP", 3)),
         *((method, 10) for method in ("Shampoo", "Katie", "Muon", "Quad", "Skew")),
+        *((partial(method, exponent=4), 3) for method in (isokron.Shampoo, isokron.Katie)),
+        (partial(isokron.Shampoo, exponent=None), 3),
+        (partial(isokron.Shampoo, exponent={2: (0, 2)}), 3),
+        (partial(isokron.Shampoo, exponent=None, statistic="kl"), 10),
     ],
 )
 def test_with_match_adamw_a_method_multiplies_its_own_rate_and_divides_its_decay(
-    method: str, factor: float
+    method: Any, factor: float
 ) -> None:
     groups = isokron.param_groups(Layers(16), match_adamw=True)
-    optimizer = getattr(isokron, method)(groups, lr=3e-4, weight_decay=0.1)
+    make = getattr(isokron, method) if isinstance(method, str) else method
+    optimizer = make(groups, lr=3e-4, weight_decay=0.1)
     rates, decays = settings(optimizer, "lr_scale"), settings(optimizer, "weight_decay")
     for name in ("qkv.in_proj_weight", "qkv.out_proj.weight", "up.weight", "down.weight"):
         assert rates[name] == factor, name

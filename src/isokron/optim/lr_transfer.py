@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from isokron.exponents import exponents
+
 if TYPE_CHECKING:
     from isokron.optim.layout import Traits
 
@@ -71,7 +73,13 @@ def scale_from_adamw_(group: dict[str, Any], traits: "Traits") -> None:
             "name what AdamW shall step in adamw="
         )
     if any(taken):
-        _scale_(group, SPECTRAL_FACTOR if group["route"] == "spectral" else traits.adamw_factor)
+        factor = SPECTRAL_FACTOR if group["route"] == "spectral" else traits.adamw_factor
+        _scale_(group, factor if isinstance(factor, float) else factor(group))
+
+
+def root_factor(group: Mapping[str, Any]) -> float:
+    """Shampoo's and Katie's: 10 where roots whiten in full, 3 at the exponent first published."""
+    return 10.0 if sum(1 / p for p in exponents(group, 2) if p) >= 1 else 3.0
 
 
 def _scale_(group: dict[str, Any], factor: float) -> None:
