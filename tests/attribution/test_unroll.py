@@ -59,12 +59,15 @@ OPTIMIZERS: dict[str, Build] = {
     "muon": grouped("Muon"),
     "corrected": grouped("AdamW", decay="corrected", weight_decay=0.5),
     "engine": grouped("Preconditioned", momentum=0.9, decay="l2", weight_decay=0.01),
+    "shampoo": grouped("Shampoo", every=4),
+    "shampoo-kl": grouped("Shampoo", every=3, statistic="kl", graft=None, refresh="together"),
+    "shampoo-blocks": grouped("Shampoo", every=4, exponent=None, max_dim=4),
+    "katie": grouped("Katie", every=4),
+    "katie-symmetric": grouped("Katie", every=2, form="symmetric"),
 }
 OPERATORS: dict[str, Build] = {
     "soap": grouped("SOAP", every=4),
     "soap-rotated": grouped("SOAP", every=4, graft=None, max_dim=4),
-    "shampoo": grouped("Shampoo", every=4),
-    "katie": grouped("Katie", every=4),
 }
 
 

@@ -1,6 +1,7 @@
 """Inverse roots against eigendecompositions in float64."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -170,3 +171,22 @@ def test_wrong_root_arguments_are_named(settings: dict[str, object], message: st
 def test_a_root_of_what_is_not_square_is_named() -> None:
     with pytest.raises(ValueError, match=r"inverse_root needs matrices \[\.\.\., n, n\]"):
         inverse_root(torch.ones(2, 3), 2)
+
+
+@pytest.mark.parametrize("deficient", ["relative", "lift", "pseudo"])
+@pytest.mark.parametrize("values", [[0.3, 1.0, 2.0, 5.0], [1.0, 1.0, 1.0, 3.0], [0.01, 0.01, 1, 1]])
+def test_the_derivative_is_that_of_finite_differences(values: list[float], deficient: str) -> None:
+    """Also where eigenvalues are equal, at which eigenvectors have no derivative."""
+    basis = torch.linalg.qr(torch.randn(2, 4, 4, dtype=torch.float64))[0]
+    matrix = (basis * torch.tensor(values, dtype=torch.float64)) @ basis.mT
+    damping = 0.0 if deficient == "pseudo" else 0.1
+    root = partial(inverse_root, root=3.0, damping=damping, deficient=deficient)
+    lower = matrix.tril().requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: root(x + x.tril(-1).mT), lower, atol=1e-6)
+    torch.testing.assert_close(root(lower).detach(), root(matrix))
+
+
+def test_the_derivative_of_a_pseudo_inverse_keeps_the_rank() -> None:
+    tall = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    root = partial(inverse_root, root=2.0, deficient="pseudo")
+    assert torch.autograd.gradcheck(lambda x: root(x @ x.mT), tall)

@@ -61,7 +61,10 @@ def gram_(cov: Tensor, x: Tensor, decay: float, weight: float) -> None:
 
     Entries above the diagonal are undefined afterwards; `mirror_` fills them in.
     """
-    _multiply_lower_(cov, x, x.mT, decay, weight)
+    if x.requires_grad and torch.is_grad_enabled():  # unrolled training
+        cov.mul_(decay).add_(x @ x.mT, alpha=weight)
+    else:
+        _multiply_lower_(cov, x, x.mT, decay, weight)
 
 
 def symmetric_product(

@@ -1,7 +1,10 @@
 """Inverse roots (A + εI)^(−1/p) of symmetric positive matrices."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from isokron.exponents import check_root
 from isokron.linalg.eigen import eigh
@@ -17,16 +20,55 @@ def inverse_root(
 
     A matrix without a root (not finite, or singular without damping) gives a result that is not
     finite. Half precision is computed and returned in float32. `deficient` is what to do with
-    eigenvalues that are not positive, see `inverse_power`.
+    eigenvalues that are not positive, see `inverse_power`. Autograd can differentiate it, once.
     """
     if matrix.ndim < 2 or matrix.size(-2) != matrix.size(-1):
         raise ValueError(
             f"inverse_root needs matrices [..., n, n], got shape {tuple(matrix.shape)}"
         )
     check_root(root, damping, deficient=deficient)
+    if matrix.requires_grad and torch.is_grad_enabled():
+        symmetric = matrix.tril() + matrix.tril(-1).mT
+        return _InverseRoot.apply(symmetric, root, damping, deficient)
     values, basis = eigh(matrix)
     powers = inverse_power(values, root, damping, deficient)
     return (basis * powers.unsqueeze(-2)) @ basis.mT
+
+
+class _InverseRoot(torch.autograd.Function):
+    """f(A) = (A + sI)^(−1/p) with its derivative, which exists where eigenvalues are equal too.
+
+    With A = Q diag(λ) Qᵀ, df = Q(Γ ∘ QᵀdAQ)Qᵀ, Γ_ij = (f(λ_i) − f(λ_j))/(λ_i − λ_j) and f'(λ_i)
+    in the limit (Daleckii and Krein); a relative s = ε·mean(λ) adds f'(A) ds.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, matrix: Tensor, root: float, damping: float, deficient: str) -> Tensor:
+        values, basis = eigh(matrix)
+        powers = inverse_power(values, root, damping, deficient)
+        ctx.save_for_backward(basis, powers)
+        ctx.root, ctx.dtype = root, matrix.dtype
+        ctx.damping = damping if deficient == "relative" else 0.0
+        return (basis * powers.unsqueeze(-2)) @ basis.mT
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        basis, powers = ctx.saved_tensors
+        # of a pseudo-inverse the powers of what is left out are 0, and count as constant
+        values = torch.where(powers > 0, powers ** (-ctx.root), 0.0)
+        change, gap = (x.unsqueeze(-1) - x.unsqueeze(-2) for x in (powers, values))
+        middle = (values.unsqueeze(-1) + values.unsqueeze(-2)) / 2
+        slope = torch.where(middle > 0, -(middle ** (-1 / ctx.root - 1)) / ctx.root, 0.0)
+        close = gap.abs() <= torch.finfo(gap.dtype).eps ** (1 / 3) * middle
+        slopes = torch.where(close, slope, change / gap)
+        rotated = basis.mT @ (grad + grad.mT) @ basis / 2
+        total = (slope * rotated).diagonal(dim1=-2, dim2=-1).sum(-1)
+        result = basis @ (slopes * rotated) @ basis.mT
+        result.diagonal(dim1=-2, dim2=-1).add_(
+            (ctx.damping / powers.size(-1) * total).unsqueeze(-1)
+        )
+        return result.to(ctx.dtype), None, None, None
 
 
 def inverse_power(

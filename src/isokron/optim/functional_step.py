@@ -1,8 +1,8 @@
 """A step of an optimizer as a function (θ, s, g) → (θ, s) that autograd can differentiate.
 
 Elementwise methods (AdamW, and torch.optim.SGD) work on vectors of many parameters. Methods
-of blocks run the engine's own code on copies of the state. Statistics, roots and eigenbases are
-those of the run and count as constants: derivatives go through the moments and the weights only.
+of blocks run the engine's own code on copies of the state. SOAP's eigenbases are those of the run
+and count as constants: they have no derivative where eigenvalues are equal.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,14 +13,13 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from isokron.optim.blocks import Batch, BatchStep, Copies, writable, write_back
-from isokron.optim.moments import BASES, SECOND_MOMENTS, SYMMETRIC, heavy_ball_
+from isokron.optim.moments import BASES, SECOND_MOMENTS, heavy_ball_
 from isokron.optim.natural_gradient import NaturalGradient
 from isokron.optim.preconditioned import Preconditioned
 from isokron.optim.settings import decay_rate, learning_rate, note_peak_, refresh_delay
 
 # √v has no derivative at v = 0. This floor is far below ε², so that steps stay as they are.
 FLOOR = 1e-30
-CONSTANT = SYMMETRIC | BASES
 
 Group = dict[str, Any]
 State = dict[str, Tensor]
@@ -189,8 +188,11 @@ class FunctionalStep:
             grad = grad + group["weight_decay"] * rows(stepped)
         if group["route"] != "spectral":
             optimizer.observe(grad, work, group)
-        # what is refreshed from constants is constant
-        work |= {k: v.detach() for k, v in work.items() if k.split(".")[0] in CONSTANT}
+        kinds = {key: key.split(".")[0] for key in work}
+        # KL-Shampoo has observed with the roots that a refresh writes over
+        work |= {key: work[key].clone() for key in work if kinds[key] == "root"}
+        if BASES & set(kinds.values()):  # bases, and the statistics they are made from
+            work |= {key: work[key].detach() for key in work if kinds[key] in {"cov", *BASES}}
         step = BatchStep(batch, batch.views, batch.all_rows, None, work, grad)
         step.direction = optimizer._direction(step, group)
         if "velocity" in work:
