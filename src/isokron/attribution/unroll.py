@@ -237,7 +237,8 @@ def check_end(point: Any, end: Any, steps: range) -> None:
                 f"steps {steps.start + 1} to {steps.stop} ended elsewhere when they were computed "
                 f"again: a tensor of shape {tuple(first.shape)} differs by {difference:.3g}; the "
                 "derivative of a run needs a step that depends on its arguments alone: seed "
-                "dropout from the state, and take deterministic kernels"
+                "dropout from the state, take deterministic kernels, and a method other than SOAP, "
+                "whose bases turn with rounding errors where eigenvalues are nearly equal"
             )
 
 

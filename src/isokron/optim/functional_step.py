@@ -186,13 +186,15 @@ class FunctionalStep:
         grad = -rows(grads) if group["maximize"] else rows(grads)
         if group["weight_decay"] and group["decay"] == "l2":
             grad = grad + group["weight_decay"] * rows(stepped)
-        if group["route"] != "spectral":
-            optimizer.observe(grad, work, group)
         kinds = {key: key.split(".")[0] for key in work}
-        # KL-Shampoo has observed with the roots that a refresh writes over
-        work |= {key: work[key].clone() for key in work if kinds[key] == "root"}
-        if BASES & set(kinds.values()):  # bases, and the statistics they are made from
+        fixed = bool(BASES & set(kinds.values()))  # bases, and the statistics they are made from
+        if fixed:
             work |= {key: work[key].detach() for key in work if kinds[key] in {"cov", *BASES}}
+        if group["route"] != "spectral":
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not fixed):
+                optimizer.observe(grad, work, group)
+        # KL-Shampoo has observed with the roots that a refresh writes over
+        work |= {key: work[key].clone() for key in kinds if kinds[key] == "root"}
         step = BatchStep(batch, batch.views, batch.all_rows, None, work, grad)
         step.direction = optimizer._direction(step, group)
         if "velocity" in work:
