@@ -272,6 +272,7 @@ def test_what_has_no_derivative_is_refused() -> None:
         "Skew cannot be unrolled": grouped("Skew"),
         "unrolling needs average=None": grouped("AdamW", average="primal"),
         "unrolling needs amsgrad=False": grouped("AdamW", amsgrad=True),
+        "needs coefficients, such as 'classic', got None": grouped("Muon", coefficients=None),
         "needs refresh='together' or 'staggered', got 2": grouped("SOAP", refresh=2),
     }
     for message, build in wrong.items():
