@@ -36,7 +36,9 @@ STEPS = {"digits-small": 100, "mnist-small": 150, "speeches-tiny": 300, "smollm2
 LRS = dict.fromkeys(STEPS, (3e-4, 1e-3, 3e-3, 1e-2)) | {"smollm2": (3e-4, 1e-3, 3e-3)}
 SEEDS = dict.fromkeys(STEPS, 2) | {"smollm2": 1, "lora": 1}
 METHODS = ("muon", "soap", "shampoo", "katie", "quad", "skew")
-OPTIMIZERS = ",".join(("adamw", *METHODS, *(f"{name}(match_adamw=True)" for name in METHODS)))
+MATCHED = [f"{name}(match_adamw=True)" for name in METHODS]
+MATCHED += [f"{name}(match_adamw=True,exponent=4)" for name in ("shampoo", "katie")]
+OPTIMIZERS = ",".join(("adamw", *METHODS, *MATCHED))
 DECAY = 0.1
 LAYERS, TOKENS, BATCH = 4, 128, 4  # of the fine-tune
 PROJECTIONS = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
@@ -175,7 +177,11 @@ def tables() -> list[str]:
         lines += [row(records, name, spec) for spec in by_task[name]]
     lines += ["", "| AdamW's lr times | 1 | 3 | 10 | match_adamw=True |", "|---|---|---|---|---|"]
     complete = [name for name in tasks if set(METHODS) <= set(by_task[name])]
-    return [*lines, *(multiplied(records, complete, method) for method in METHODS)]
+    for spec in MATCHED:
+        method = spec.partition("(")[0]
+        cells = [as_good(records, complete, method, places) for places in range(3)]
+        lines += [f"| {' | '.join((spec, *cells, as_good(records, complete, spec)))} |"]
+    return lines
 
 
 def mean(records: Records, task: str, optimizer: str, lr: float, column: str) -> float | None:
@@ -185,22 +191,18 @@ def mean(records: Records, task: str, optimizer: str, lr: float, column: str) ->
     return None if None in values or not values else statistics.fmean(values)
 
 
-def multiplied(records: Records, tasks: list[str], method: str) -> str:
-    """With how many of AdamW's learning rates a multiple of it is at least as good, by multiple."""
-    cells = []
-    scaled = f"{method}(match_adamw=True)"
+def as_good(records: Records, tasks: list[str], spec: str, places: int = 0) -> str:
+    """With how many of AdamW's learning rates the one so many places higher is at least as good."""
     # learning rates are about sqrt(10) apart
-    for spec, places in ((method, 0), (method, 1), (method, 2), (scaled, 0)):
-        better = [
-            (loss or math.inf) <= adamw
-            for task in tasks
-            for lr, higher in zip(LRS[task], LRS[task][places:], strict=False)
-            if (adamw := mean(records, task, "adamw", lr, "final")) is not None
-            if records.select(task=task, optimizer=spec, lr=higher)
-            for loss in (mean(records, task, spec, higher, "final"),)
-        ]
-        cells.append(f"{sum(better)} of {len(better)}")
-    return f"| {method} | " + " | ".join(cells) + " |"
+    better = [
+        (loss or math.inf) <= adamw
+        for task in tasks
+        for lr, higher in zip(LRS[task], LRS[task][places:], strict=False)
+        if (adamw := mean(records, task, "adamw", lr, "final")) is not None
+        if records.select(task=task, optimizer=spec, lr=higher)
+        for loss in (mean(records, task, spec, higher, "final"),)
+    ]
+    return f"{sum(better)} of {len(better)}"
 
 
 def row(records: Records, name: str, spec: str) -> str:
