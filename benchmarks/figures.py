@@ -230,9 +230,9 @@ def long_race_shares() -> list[str]:
     for name in _long_races():
         study, steps = module.Study(name), module.LONG * module.SHORT[name]
         names = ("adamw", "katie", "shampoo", "soap")
-        cells = [row.split(" | ") for row in module.table(name, names[1:])]
-        losses = ", ".join(row[4] for row in cells)
-        lines.append(f"{name}, {steps} steps: {losses}; {cells[1][6]} of the steps, {cells[1][7]}")
+        cells = [row.split(" | ") for row in module.table(name, names[1:])[3:]]
+        losses = ", ".join(row[3] for row in cells[: len(names)])
+        lines.append(f"{name}, {steps} steps: {losses}; {cells[1][5]} of the steps, {cells[1][6]}")
         for optimizer in module.OPTIMIZERS:
             if (setting := study.chosen(optimizer)) is not None:
                 by_share = {s: study.loss(setting, round(s * steps)) for s in (0.4, 0.6, 0.8, 1.0)}

@@ -229,11 +229,12 @@ def time_steps(name: str, optimizers: tuple[str, ...], rounds: int = 3, steps: i
 
 
 def table(name: str, optimizers: tuple[str, ...]) -> list[str]:
-    """A row per optimizer: losses at 1x, 4x and 16x, the shortest schedule and its time."""
+    """Lines of a table: losses at 1x, 4x and 16x, the shortest schedule and its time."""
     study = Study(name)
     short, times = SHORT[name], study.times
     unit = math.log(2) if name.startswith("enwik8") else 1.0
-    rows = []
+    rows = ["", f"| {name} | 1x | 4x | 16x | lr | shortest | its time |", "|---" * 7 + "|"]
+    diverged = []
     for optimizer in ("adamw", *optimizers):
         cells = []
         for horizon in (1, 4):
@@ -241,7 +242,8 @@ def table(name: str, optimizers: tuple[str, ...]) -> list[str]:
             loss = study.loss(best[0], horizon * short) if best else math.inf
             cells.append(f"{loss / unit:.3f}" if math.isfinite(loss) else "")
         setting = study.chosen(optimizer)
-        diverged = len(study.records.select(optimizer=optimizer, final=None))
+        if count := len(study.records.select(optimizer=optimizer, final=None)):
+            diverged.append(f"{optimizer} {count}")
         final, share, time_share, lr = "", "", "", ""
         if setting is not None:
             finals = [run["final"] / unit for run in study.runs(setting, LONG * short)]
@@ -256,9 +258,9 @@ def table(name: str, optimizers: tuple[str, ...]) -> list[str]:
                     time_share = f"{least * ratio:.2f}"
             else:
                 share = "not reached"
-        rows.append(f"| {name} | {optimizer} | {cells[0]} | {cells[1]} | {final} | {lr} | {share} "
-                    f"| {time_share} | {diverged or ''} |")  # fmt: skip
-    return rows
+        cells += [final, lr, share, time_share]
+        rows.append(f"| {optimizer} | {' | '.join(cells)} |")
+    return rows + ([f"Diverged: {', '.join(diverged)}."] if diverged else [])
 
 
 def figure(name: str, optimizers: tuple[str, ...], by: str) -> Plot | None:
@@ -266,15 +268,19 @@ def figure(name: str, optimizers: tuple[str, ...], by: str) -> Plot | None:
     study = Study(name)
     lines = []
     # peers only in the table: a plot has no more colours
-    names = [name for name in ("adamw", *optimizers) if ":" not in name]
+    names = [name for name in ("adamw", *OPTIMIZERS) if ":" not in name]
+    bits = name.startswith("enwik8")
     for colour, optimizer in enumerate(names):
         setting, seconds = study.chosen(optimizer), study.times.get(optimizer)
-        if setting is None or (by == "time" and seconds is None):
+        if optimizer not in ("adamw", *optimizers) or setting is None:
+            continue
+        if by == "time" and seconds is None:
             continue
         run = study.runs(setting, LONG * SHORT[name])[0]
-        unit = 1.0 if seconds is None or by == "step" else sum(seconds.values())
+        width = 1.0 if seconds is None or by == "step" else sum(seconds.values())
+        height = 1 / math.log(2) if bits else 1.0
         curve = zip(run["eval_steps"], run["eval_losses"], strict=True)
-        lines.append(Line(optimizer, colour, [(step * unit, loss) for step, loss in curve]))
+        lines.append(Line(optimizer, colour, [(x * width, y * height) for x, y in curve]))
     if not lines:
         return None
     losses = [loss for line in lines for _, loss in line.points[SETTLED:]]
@@ -285,7 +291,7 @@ def figure(name: str, optimizers: tuple[str, ...], by: str) -> Plot | None:
         f"{name}: evaluation loss at {LONG} times the steps of a short race",
         "Each optimizer at its best setting, seed 0.",
         "step" if by == "step" else "CPU seconds of training, one thread",
-        study.task().unit,
+        f"{name}: {'bits per byte' if bits else study.task().unit}",
         lines,
         y_range=(low - margin, high + margin),
     )
@@ -307,9 +313,6 @@ def main() -> None:
     tasks, optimizers = args.task.split(","), tuple(args.optimizers.split(","))
     if unknown := set(tasks) - set(SHORT):
         parser.error(f"--task must be of {', '.join(SHORT)}, got {', '.join(sorted(unknown))}")
-    if args.command == "table":
-        print("| task | optimizer | 1x | 4x | 16x | lr | shortest | its time | diverged |")
-        print("|---|---|---|---|---|---|---|---|---|")
     for name in tasks:
         if args.command == "table":
             print("\n".join(table(name, optimizers)))
