@@ -4,7 +4,9 @@
         [--kronfluence FOLDER] [--dattri FOLDER] [--unroll] [--rules] [--table]
 
 "logistic" and "mlp" are MNIST as dattri 0.3.0 has it (refinement.py): 5,000 training images, SGD.
-"digits" is the perceptron of lds.py. Models are retrained on random halves of the examples,
+"digits" is the perceptron of lds.py. "speeches" is speeches-tiny with 1,000 windows, and "resnet" a
+residual network (GroupNorm, 0.08M parameters) on 2,000 images of CIFAR-10: isokron's methods alone,
+since lds_peers.py makes perceptrons. Models are retrained on random halves of the examples,
 `repeats` per half with seeds of their own; LDS is the mean over queries (the first test images) of
 Spearman's ρ between summed scores of the halves and minus the mean losses of their models, ± its
 standard error over queries. All methods have the same model, halves, queries and losses.
@@ -26,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +36,7 @@ from typing import Any, NamedTuple
 import lds
 import refinement
 import torch
-from datasets import CACHE
+from datasets import CACHE, image_task
 from records import Records
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -43,11 +45,12 @@ from torch.func import functional_call
 from torch.optim import SGD, Optimizer
 
 import isokron
+from isokron import tasks
 from isokron.attribution import Attributor, Query
 from isokron.attribution.evaluate import lds_by_query, retrain, subsets
 from isokron.attribution.unroll import TrainingRun
 from isokron.optim.functional_step import FunctionalStep
-from isokron.tasks import Shown, Task
+from isokron.tasks import Examples, Shown, Task
 
 BATCH, SCORED = 64, 500  # images of a training batch, and of a batch while scoring
 CHECKPOINTS = 5  # evenly spaced, the last at the end
@@ -82,6 +85,41 @@ class Setting:
     repeats: int
 
 
+class Residual(nn.Module):
+    """x ↦ GELU(two convolutions of x + x), or + a convolution of x where the shape changes."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        stride = 1 if inputs == outputs else 2
+        self.body = nn.Sequential(
+            nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False),
+            *(nn.GroupNorm(4, outputs), nn.GELU()),
+            nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False),
+            nn.GroupNorm(4, outputs),
+        )
+        self.skip = nn.Identity() if stride == 1 else nn.Conv2d(inputs, outputs, 1, stride)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return nn.functional.gelu(self.body(images) + self.skip(images))
+
+
+def resnet() -> nn.Module:
+    stem = [nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.GroupNorm(4, 16), nn.GELU()]
+    blocks = [Residual(16, 16), Residual(16, 32), Residual(32, 64)]
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+
+
+def cifar10() -> Task:
+    whole = image_task("cifar10")
+    return replace(whole, model=resnet, train=Examples(whole.train.batch(torch.arange(2_000))))
+
+
+def speeches() -> Task:
+    whole = tasks.load("speeches-tiny")
+    rows = torch.arange(1_000) * len(whole.train) // 1_000
+    return replace(whole, train=Examples(whole.train.batch(rows)), ids=())
+
+
 SETTINGS = {
     "logistic": Setting(
         lambda: refinement.mnist(refinement.linear), lambda m: SGD(m.parameters(), 0.01), 20, 2
@@ -95,7 +133,10 @@ SETTINGS = {
     "digits": Setting(
         lds.perceptron_task, lambda m: isokron.AdamW(m.named_parameters(), 1e-3), 30, 5
     ),
+    "speeches": Setting(speeches, lambda m: isokron.AdamW(m.named_parameters(), 3e-3), 10, 2),
+    "resnet": Setting(cifar10, lambda m: isokron.AdamW(m.named_parameters(), 3e-3), 20, 1),
 }
+WITH_PEERS = ("logistic", "mlp", "digits")
 
 
 class Result(NamedTuple):
@@ -357,12 +398,17 @@ def tables() -> list[str]:
     def quality(run: dict[str, Any]) -> str:
         return f"{run['lds']:.3f} ± {run['error']:.3f}"
 
-    lines = [f"| | {' | '.join(SETTINGS)} | seconds | MB |", "|---" * 6 + "|"]
-    for name in (name for name in by_name if ", damping" not in name or "kron" in name):
-        seconds = cells(name, lambda run: f"{run['seconds']:.1f}", SETTINGS)
-        size = cells(name, lambda run: f"{run['bytes'] / 1e6:.1f}", SETTINGS)
-        costs = f"{' / '.join(seconds)} | {' / '.join(size)}"
-        lines.append(f"| {name} | {' | '.join(cells(name, quality, SETTINGS))} | {costs} |")
+    lines = list[str]()
+    for settings in (WITH_PEERS, ("speeches", "resnet")):
+        columns = (*settings, "seconds", "MB")
+        lines += ["", f"| | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
+        for name in (name for name in by_name if ", damping" not in name or "kron" in name):
+            if not by_name[name].keys() & set(settings):
+                continue
+            seconds = cells(name, lambda run: f"{run['seconds']:.1f}", settings)
+            size = cells(name, lambda run: f"{run['bytes'] / 1e6:.1f}", settings)
+            costs = f"{' / '.join(seconds)} | {' / '.join(size)}"
+            lines.append(f"| {name} | {' | '.join(cells(name, quality, settings))} | {costs} |")
     lines += ["", "| mean over, damping | digits | logistic | mlp |", "|---" * 4 + "|"]
     for name in (f"{run['rule']}, damping {run['damping']:g}" for run in runs if "rule" in run):
         line = f"| {name} | {' | '.join(cells(name, quality, ('digits', 'logistic', 'mlp')))} |"
@@ -377,7 +423,7 @@ def tables() -> list[str]:
     lines += ["", "| difference | logistic | mlp | digits |", "|---" * 4 + "|"]
     for one, other in PAIRS:
         gains = []
-        for setting in SETTINGS:
+        for setting in WITH_PEERS:
             pair = [by_name[name].get(setting, {}).get("by_query") for name in (one, other)]
             if None in pair:
                 gains.append("–")
@@ -390,7 +436,7 @@ def tables() -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--settings", default=",".join(SETTINGS))
+    parser.add_argument("--settings", default=",".join(SETTINGS), help="of all these")
     parser.add_argument("--subsets", type=int, default=50)
     parser.add_argument("--queries", type=int, default=100)
     parser.add_argument("--kronfluence", metavar="FOLDER")

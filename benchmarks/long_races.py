@@ -236,6 +236,8 @@ def table(name: str, optimizers: tuple[str, ...]) -> list[str]:
     rows = ["", f"| {name} | 1x | 4x | 16x | lr | shortest | its time |", "|---" * 7 + "|"]
     diverged = []
     for optimizer in ("adamw", *optimizers):
+        if not study.records.select(optimizer=optimizer):
+            continue
         cells = []
         for horizon in (1, 4):
             best = study.best(optimizer, horizon, 1)
