@@ -53,8 +53,8 @@ SEED, DROPPED = 0, 0.01
 class Case:
     """A training run: the task, its number of examples, the optimizer and its schedule.
 
-    segment: steps whose graphs are kept at once; all of them for SOAP, Shampoo and Katie, since
-        bases of equal eigenvalues differ by rotations when they are computed again.
+    segment: steps whose graphs are kept at once; all of them for SOAP, since bases of equal
+        eigenvalues differ by rotations when they are computed again.
     """
 
     task: str
@@ -75,8 +75,14 @@ CASES = {
     "muon": Case("digits-tiny", 1e-3, 150, "muon"),
     "muon-lr-0.01": Case("digits-tiny", 1e-2, 150, "muon"),
     "soap": Case("digits-tiny", 1e-3, 150, "soap", segment=150),
-    "shampoo": Case("digits-tiny", 1e-3, 150, "shampoo", segment=150),
-    "katie": Case("digits-tiny", 1e-3, 150, "katie", segment=150),
+    "shampoo": Case("digits-tiny", 3e-3, 150, "shampoo(eps=1e-4,damping=0.01)"),
+    "katie": Case("digits-tiny", 1e-3, 150, "katie"),
+    "katie-lr-0.003": Case("digits-tiny", 3e-3, 150, "katie"),
+    "katie-eps": Case("digits-tiny", 3e-3, 150, "katie(eps=1e-4)"),
+    "lr-0.003-eps": Case("digits-tiny", 3e-3, 150, "adamw(eps=1e-4)"),
+    "mnist-eps": Case("mnist-tiny", 1e-3, 150, "adamw(eps=1e-4)"),
+    "mnist-muon": Case("mnist-tiny", 1e-3, 150, "muon"),
+    "mnist-muon-lr-0.003": Case("mnist-tiny", 3e-3, 150, "muon"),
     "lr-0.003": Case("digits-tiny", 3e-3, 150),
     "lr-0.03": Case("digits-tiny", 3e-2, 150),
     "relu": Case("digits-tiny", 1e-3, 150, relu=True),
