@@ -114,7 +114,7 @@ def test_distributed_example_runs_under_torchrun_and_resumes_on_one_process(
 
 @pytest.mark.parametrize("code", BLOCKS)
 def test_python_block_of_a_page_runs(code: str, python: forked.Server, tmp_path: Path) -> None:
-    """A page may leave out `model`, `batches`, `train_set` and `loss_fn`: the reader has them already."""
+    """A page may leave out what the reader has: `model`, `batches`, `train_set` and `loss_fn`."""
     given = (
         "import torch, isokron\nfrom torch import nn\n"
         "model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.Linear(16, 2))\n"
