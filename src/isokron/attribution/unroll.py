@@ -140,7 +140,7 @@ class TrainingRun:
             self.progress("training", t + 1, total)
         if len(starts) == 1:
             # nothing is computed again, except for this check
-            self._check_end(tape[0].outputs, self._advanced(saved[0], 0), range(1))
+            check_end(tape[0].outputs, self._advanced(saved[0], 0), range(1))
         adjoints = self._final_adjoints(point, queries)
         count = max(len(adjoint) for adjoint in adjoints if adjoint is not None)
         scores = torch.zeros(count, self.examples, dtype=tape[0].weights.dtype)
@@ -150,7 +150,7 @@ class TrainingRun:
             for t in steps if not tape else ():
                 recorded, begin = self._recorded(begin, t)
                 tape.append(recorded)
-            self._check_end(tape[-1].outputs, end, steps)
+            check_end(tape[-1].outputs, end, steps)
             for t in reversed(steps):
                 # a step's graph is freed as soon as it is reversed
                 adjoints, slopes = tape.pop().pulled_back(adjoints)
@@ -200,26 +200,6 @@ class TrainingRun:
             )
         return Recorded(_floating(leaves), _floating(outputs), weights), point
 
-    def _check_end(self, outputs: Sequence[Tensor], end: Any, steps: range) -> None:
-        """Refuse steps that end elsewhere when they are computed again.
-
-        Inverse roots in the state differ by the rounding errors of small eigenvalues, which hardly
-        matter to the parameters.
-        """
-        leaves, count = _floating(tree_flatten(end)[0]), len(_floating(tree_flatten(end[0])[0]))
-        for i, pair in enumerate(zip(outputs, leaves, strict=True)):
-            again, first = (leaf.detach() for leaf in pair)
-            difference, size = float((again - first).norm()), float(first.norm())
-            # devices that add in any order differ in the last bits
-            if not difference <= (torch.finfo(first.dtype).eps ** 0.4 if i < count else 0.1) * size:
-                raise ValueError(
-                    f"steps {steps.start + 1} to {steps.stop} ended elsewhere when they were "
-                    f"computed again: a tensor of shape {tuple(first.shape)} differs by "
-                    f"{difference:.3g}; the derivative of a run needs a step that depends on its "
-                    "arguments alone: seed dropout from the state, and take deterministic kernels; "
-                    "where SOAP or Shampoo amplify rounding errors, take Katie or more damping"
-                )
-
     def _final_adjoints(self, point: Any, queries: QueryLosses) -> Adjoints:
         """∂q/∂(θ_T, s_T): one [Q, ...] per leaf, None where it is zero."""
         leaves, shape = _leaves(point)
@@ -245,6 +225,27 @@ def vector_jacobian(
     # a view for the usual single query
     joined = torch.stack if count > 1 else lambda column: column[0][None]
     return [None if c[0] is None else joined(c) for c in zip(*rows, strict=True)]
+
+
+def check_end(outputs: Sequence[Tensor], end: Any, steps: range) -> None:
+    """Refuse steps that end elsewhere when they are computed again.
+
+    Inverse roots in the state differ by the rounding errors of small eigenvalues, which hardly
+    matter to the parameters.
+    """
+    leaves, count = _floating(tree_flatten(end)[0]), len(_floating(tree_flatten(end[0])[0]))
+    for i, pair in enumerate(zip(outputs, leaves, strict=True)):
+        again, first = (leaf.detach() for leaf in pair)
+        difference, size = float((again - first).norm()), float(first.norm())
+        # devices that add in any order differ in the last bits
+        if not difference <= (torch.finfo(first.dtype).eps ** 0.4 if i < count else 0.1) * size:
+            raise ValueError(
+                f"steps {steps.start + 1} to {steps.stop} ended elsewhere when they were "
+                f"computed again: a tensor of shape {tuple(first.shape)} differs by "
+                f"{difference:.3g}; the derivative of a run needs a step that depends on its "
+                "arguments alone: seed dropout from the state, and take deterministic kernels; "
+                "where SOAP or Shampoo amplify rounding errors, take Katie or more damping"
+            )
 
 
 def _leaves(point: Any) -> tuple[list[Any], Any]:
