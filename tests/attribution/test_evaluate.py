@@ -215,7 +215,7 @@ def test_a_task_without_labels_is_evaluated_without_them(tmp_path: Path) -> None
 def test_a_run_without_curvature_is_not_evaluated(tmp_path: Path) -> None:
     task = logistic.digits(80)
     run = Attributor(tmp_path, logistic.fit(task, torch.arange(80), 0), task=task)
-    with pytest.raises(ValueError, match=r"has no curvature; run: isokron fit"):
+    with pytest.raises(ValueError, match=r"has no curvature; give the task, then fit"):
         evaluate(run, logistic.fit)
 
 
