@@ -36,6 +36,7 @@ from typing import Any, NamedTuple
 import lds
 import refinement
 import torch
+import unroll
 from datasets import CACHE, image_task
 from records import Records
 from safetensors import safe_open
@@ -45,7 +46,6 @@ from torch.func import functional_call
 from torch.optim import SGD, Optimizer
 
 import isokron
-from isokron import tasks
 from isokron.attribution import Attributor, Query
 from isokron.attribution.evaluate import lds_by_query, retrain, subsets
 from isokron.attribution.unroll import TrainingRun
@@ -114,12 +114,6 @@ def cifar10() -> Task:
     return replace(whole, model=resnet, train=Examples(whole.train.batch(torch.arange(2_000))))
 
 
-def speeches() -> Task:
-    whole = tasks.load("speeches-tiny")
-    rows = torch.arange(1_000) * len(whole.train) // 1_000
-    return replace(whole, train=Examples(whole.train.batch(rows)), ids=())
-
-
 SETTINGS = {
     "logistic": Setting(
         lambda: refinement.mnist(refinement.linear), lambda m: SGD(m.parameters(), 0.01), 20, 2
@@ -133,7 +127,12 @@ SETTINGS = {
     "digits": Setting(
         lds.perceptron_task, lambda m: isokron.AdamW(m.named_parameters(), 1e-3), 30, 5
     ),
-    "speeches": Setting(speeches, lambda m: isokron.AdamW(m.named_parameters(), 3e-3), 10, 2),
+    "speeches": Setting(
+        lambda: unroll.loaded(unroll.CASES["speeches"]),
+        lambda m: isokron.AdamW(m.named_parameters(), 3e-3),
+        10,
+        2,
+    ),
     "resnet": Setting(cifar10, lambda m: isokron.AdamW(m.named_parameters(), 3e-3), 20, 1),
 }
 WITH_PEERS = ("logistic", "mlp", "digits")
@@ -436,7 +435,7 @@ def tables() -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--settings", default=",".join(SETTINGS), help="of all these")
+    parser.add_argument("--settings", default=",".join(SETTINGS), help="by default all")
     parser.add_argument("--subsets", type=int, default=50)
     parser.add_argument("--queries", type=int, default=100)
     parser.add_argument("--kronfluence", metavar="FOLDER")

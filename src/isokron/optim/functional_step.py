@@ -269,7 +269,9 @@ def _check(optimizer: Optimizer, group: Mapping[str, Any]) -> None:
     for key, value in wanted.items():
         if group.get(key, value) != value:
             raise ValueError(f"{who}: unrolling needs {key}={value!r}, got {group[key]!r}")
-    if group.get("coefficients", "classic") is None:  # a method by shape, with a graph another one
+    if (
+        group.get("coefficients", "classic") is None
+    ):  # the method then differs where a graph is kept
         raise ValueError(f"{who}: unrolling needs coefficients, such as 'classic', got None")
     if refresh_delay(group):
         refresh = group["refresh"]
