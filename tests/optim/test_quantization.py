@@ -12,8 +12,10 @@ from cases import SMALL, build
 from isokron import tasks
 from isokron.optim.quantization import (
     dequantize,
+    dequantize_symmetric,
     dynamic_levels,
     quantize,
+    quantize_symmetric,
     stochastic_bfloat16,
 )
 from isokron.race.train import optimizer_bytes
@@ -118,6 +120,73 @@ def test_random_bits_depend_on_seed_and_position_alone() -> None:
     assert torch.equal(stochastic_bfloat16(x[1:2, :10], torch.tensor([6])), rounded[1:2, :10])
     exact = torch.randn(2, 50).bfloat16()
     assert torch.equal(stochastic_bfloat16(exact.float(), torch.tensor([1, 2])), exact)
+
+
+def covariances(count: int, size: int) -> Tensor:
+    x = torch.randn(count, size, 2 * size, dtype=torch.float64)
+    x *= torch.logspace(0, -3, size, dtype=torch.float64)[:, None]  # rows of many sizes
+    return x @ x.mT
+
+
+@pytest.mark.parametrize("size", [1, 5, 64, 130])
+def test_codes_of_symmetric_matrices_are_correlations_to_16_bits_and_right_on_average(
+    size: int,
+) -> None:
+    matrices = covariances(2, size)
+    deviations = matrices.diagonal(dim1=-2, dim2=-1).sqrt()
+    spacing = deviations[:, :, None] * deviations[:, None, :] / (2**15 - 1)
+    read = matrices.tril() + torch.full_like(matrices, 7.0).triu(1)  # what is above is not read
+    count = 100
+    total = torch.zeros_like(matrices)
+    for seed in range(count):
+        codes, scale = quantize_symmetric(read, torch.tensor([seed, seed]))
+        values = dequantize_symmetric(codes, scale, torch.float64)
+        assert ((values - matrices).abs() < 1.01 * spacing).all()
+        assert torch.equal(values, values.mT)
+        total += values
+    assert codes.dtype is torch.int16
+    # the mean of draws has a standard deviation of at most half a spacing / √count
+    assert ((total / count - matrices).abs() < 5.5 * 0.5 * spacing / count**0.5).all()
+
+
+def test_codes_of_symmetric_matrices_without_a_gradient_or_with_nan_keep_to_their_rows() -> None:
+    matrices = covariances(3, 8)
+    matrices[0] = 0
+    matrices[1, 2, :] = matrices[1, :, 2] = 0  # an input that is always 0
+    matrices[2, 3, :] = matrices[2, :, 3] = math.nan
+    codes, scale = quantize_symmetric(matrices, torch.tensor([1, 1, 1]))
+    values = dequantize_symmetric(codes, scale, torch.float32)
+    assert (values[0] == 0).all()
+    assert (values[1, 2] == 0).all()
+    assert values[1].isfinite().all()
+    assert values[2, 3, 3].isnan()
+    alone = quantize_symmetric(matrices[1:2], torch.tensor([1]))
+    assert torch.equal(alone[0], codes[1:2])
+
+
+def test_a_mean_in_codes_of_16_bits_keeps_the_small_eigenvalues_that_bfloat16_hides() -> None:
+    size, beta = 48, 0.95
+    root = torch.linalg.qr(torch.randn(size, size)).Q * torch.logspace(0, -2, size)
+    exact = torch.zeros(1, size, size)
+    small, half = exact.clone(), exact.clone()
+    for step in range(100):
+        seeds = torch.tensor([step])
+        x = root @ torch.randn(size, 2 * size)
+        gram = (x @ x.mT)[None]
+        exact = torch.lerp(gram, exact, beta)
+        mean = torch.lerp(gram, small, beta)
+        small = dequantize_symmetric(*quantize_symmetric(mean, seeds), torch.float32)
+        half = stochastic_bfloat16(torch.lerp(gram, half, beta), seeds).float()
+        half = half.tril() + half.tril(-1).mT
+
+    def error(mean: Tensor) -> float:
+        """‖C^(−½)(A − C)C^(−½)‖₂"""
+        lower = torch.linalg.cholesky(exact.double())
+        left = torch.linalg.solve_triangular(lower, (mean - exact).double(), upper=False)
+        return float(torch.linalg.solve_triangular(lower, left.mT, upper=False).norm(2))
+
+    assert error(small) < 0.5
+    assert error(half) > 20 * error(small)
 
 
 def test_adamw_steps_as_naive_adamw_whose_moments_are_rounded() -> None:

@@ -99,7 +99,7 @@ def _follow(matrix: Tensor, basis: Tensor) -> Tensor:
     nonzero = peak > 0  # a zero matrix has no preferred basis: keep the old one
     image = (matrix @ basis).div_(torch.where(nonzero, peak, 1.0))
     order = (basis * image).sum(-2, keepdim=True).argsort(dim=-1, descending=True, stable=True)
-    reflections = torch.geqrf(image.take_along_dim(order, -1))
+    reflections = torch.geqrf(image.gather(-1, order.expand_as(image)))
     return torch.where(nonzero, torch.linalg.householder_product(*reflections), basis)
 
 

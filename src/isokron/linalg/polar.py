@@ -94,12 +94,12 @@ def quickest(
     """
     if device.type != "cpu":
         return "symmetric" if rows >= GPU_SYMMETRIC and _by_triton(device, dtype) else "plain"
-    long = cols >= 2 * rows
-    if exact and dtype.itemsize >= 4 and rows >= (192 if long else 512):
+    if exact and dtype.itemsize >= 4 and rows >= (192 if cols >= 2 * rows else 512):
         return "eigh"
     # "gram" amplifies the rounding errors of A's smallest eigenvalues by the squared slope at 0
     slope = math.prod([a for a, _, _ in triples])
-    if slope**2 * torch.finfo(dtype).eps < 1 and rows >= 192 and long:
+    long = rows >= 96 and cols >= (2 if rows >= 192 else 3) * rows
+    if slope**2 * torch.finfo(dtype).eps < 1 and long:
         return "gram"
     return "symmetric" if rows >= 768 else "plain"
 

@@ -17,8 +17,14 @@ from torch import Tensor, nn
 
 from isokron.block_layout import Block
 from isokron.distributed import Arriving, BlockExchange, local
-from isokron.linalg import halved, mirror_, sent, unhalve_
-from isokron.optim.quantization import dequantize, quantize, stochastic_bfloat16
+from isokron.linalg import sent
+from isokron.optim.quantization import (
+    dequantize,
+    dequantize_symmetric,
+    quantize,
+    quantize_symmetric,
+    stochastic_bfloat16,
+)
 from isokron.optim.settings import decay_rate, learning_rate
 
 # Elements below which looking up a tensor takes longer than copying it.
@@ -173,8 +179,8 @@ class Batch:
         # 1 where a refresh has ever made an operator; saved with the state
         self.refreshed = torch.zeros(count, dtype=torch.float32, device="cpu")
         self.state: dict[str, Tensor] = {}
-        # how state is stored in fewer bytes: "signed" or "unsigned" codes of 8 bits, in "bfloat16",
-        # or the lower "triangle" of symmetric matrices in bfloat16
+        # how state is stored in fewer bytes: "signed" or "unsigned" codes of 8 bits, "symmetric"
+        # matrices as a triangle in codes of 16 bits, or in "bfloat16"
         self.formats: dict[str, str] = {}
         # of the rows in a step, by names in `formats`: tensors, and versions that tell of changes
         self.decoded: dict[str, tuple[Tensor, int]] = {}
@@ -260,14 +266,11 @@ class Batch:
         if index is not None:
             state = {key: value[index] for key, value in state.items()}
         for key, form in formats.items():
-            if form in ("signed", "unsigned"):
-                state[key] = dequantize(state[key], state.pop(f"scale.{key}"), self.dtype)
-                continue
-            state[key] = state[key].to(self.dtype)
-            if form == "triangle":
-                size = self.shape[int(key.split(".")[1])]
-                matrices = state[key].new_empty(len(state[key]), size, size)
-                state[key] = mirror_(unhalve_(matrices, state[key]))
+            if form == "bfloat16":
+                state[key] = state[key].to(self.dtype)
+            else:
+                decode = dequantize_symmetric if form == "symmetric" else dequantize
+                state[key] = decode(state[key], state.pop(f"scale.{key}"), self.dtype)
         if names is None:
             self.decoded = {key: (state[key], state[key]._version) for key in formats}
         return state
@@ -349,10 +352,12 @@ class BatchStep:
 
 def _encoded(key: str, value: Tensor, form: str, steps: Tensor) -> dict[str, Tensor]:
     """An entry of the state as it is stored; `steps`: of its rows, on the CPU. [B]"""
-    if form in ("bfloat16", "triangle"):
-        value = halved(value) if form == "triangle" else value
+    if form == "bfloat16":
         return {key: stochastic_bfloat16(value, steps)}
-    codes, scale = quantize(value, form == "signed")
+    if form == "symmetric":
+        codes, scale = quantize_symmetric(value, steps)
+    else:
+        codes, scale = quantize(value, form == "signed")
     return {key: codes, f"scale.{key}": scale}
 
 

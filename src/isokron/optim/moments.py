@@ -186,6 +186,6 @@ def state_formats(
         formats |= dict.fromkeys(SYMMETRIC | BASES, "bfloat16")
     elif dtype == "8bit" and large:
         # errors in the statistics add up over steps, for which 8 bits are too few
-        formats |= dict.fromkeys(SYMMETRIC, "triangle") | dict.fromkeys(BASES, "signed")
+        formats |= dict.fromkeys(SYMMETRIC, "symmetric") | dict.fromkeys(BASES, "signed")
     names = {key: key.split(".")[0] for key in state}
     return {key: formats[name] for key, name in names.items() if name in formats}

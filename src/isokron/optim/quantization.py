@@ -1,8 +1,8 @@
-"""Tensors in fewer bytes: 8-bit codes with scales, and bfloat16 by stochastic rounding.
+"""Tensors in fewer bytes: 8-bit codes, and 16-bit codes and bfloat16 by stochastic rounding.
 
-Codes are those of "8-bit Optimizers via Block-wise Quantization" (Dettmers et al., 2110.02861),
-except that the signed code is symmetric and the unsigned one has no zero: a second moment that is
-rounded to zero would turn a small first moment into a huge step.
+Codes of 8 bits are those of "8-bit Optimizers via Block-wise Quantization" (Dettmers et al.,
+2110.02861), except that the signed code is symmetric and the unsigned one has no zero: a second
+moment that is rounded to zero would turn a small first moment into a huge step.
 """
 
 from functools import lru_cache
@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from isokron.linalg import sent
+from isokron.linalg import halved, mirror_, sent, unhalve_
 
 BLOCK = 256  # values that share a scale
 SHIFT = 13  # mantissa bits of a float32 that its nearest code is not looked up by; 10 remain
 DROPPED = 16  # bits of a float32 that bfloat16 does not have
+UNIT = 2**15 - 1  # the code of a correlation of 1
 
 
 def dynamic_levels(decades: int) -> Tensor:
@@ -78,6 +79,30 @@ def _blocks(x: Tensor) -> Tensor:
     length = max(1, min(BLOCK, flat.size(1)))
     missing = -flat.size(1) % length
     return (pad(flat, (0, missing)) if missing else flat).unflatten(1, (-1, length))
+
+
+def quantize_symmetric(matrix: Tensor, seeds: Tensor) -> tuple[Tensor, Tensor]:
+    """The triangle of Cᵢⱼ = Aᵢⱼ/(sᵢsⱼ) in codes of 16 bits, and s = √diag A. A: [R, n, n]
+
+    For positive semidefinite A, whose |Cᵢⱼ| ≤ 1; only its lower triangle is read. The error of
+    every entry is the same share of sᵢsⱼ. bfloat16, of as many bits, has that of the entry itself:
+    summed over a mean of many steps it hides the small eigenvalues. seeds: as of
+    stochastic_bfloat16; a code's expectation is exact.
+    """
+    scale = matrix.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt().float()
+    inverse = torch.where(scale > 0, scale.reciprocal(), 0)
+    unit = matrix.float() * inverse.unsqueeze(-1) * inverse.unsqueeze(-2)
+    triangle = halved(unit).mul_(UNIT)
+    noise = _random_bits(triangle.size(1), sent(seeds, matrix.device)) * 2.0**-DROPPED
+    return triangle.add_(noise).floor_().clamp_(-UNIT, UNIT).to(torch.int16), scale
+
+
+def dequantize_symmetric(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The matrices that codes of 16 bits stand for. [R, n, n]"""
+    size, scale = scale.size(-1), scale.to(dtype)
+    matrices = torch.empty(len(codes), size, size, dtype=dtype, device=codes.device)
+    unhalve_(matrices, codes.to(dtype).div_(UNIT))
+    return mirror_(matrices.mul_(scale.unsqueeze(-1)).mul_(scale.unsqueeze(-2)))
 
 
 def stochastic_bfloat16(x: Tensor, seeds: Tensor) -> Tensor:
