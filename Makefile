@@ -3,7 +3,6 @@
 PYTHON ?= $(firstword $(shell command -v python3.11 || command -v python3) python3)
 BIN := .venv/bin
 READY := .venv/.ready
-DOCS_READY := .venv/.docs-ready
 
 # every install, build environments included, takes the versions of this file
 export PIP_CONSTRAINT := constraints.txt
@@ -20,7 +19,7 @@ test: $(READY)
 	$(BIN)/mypy
 	$(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile
 
-docs: $(DOCS_READY)
+docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "Open site/index.html, or serve it (search needs that): $(BIN)/python -m http.server --directory site"
 
@@ -53,8 +52,4 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet torch==2.13.0
 	$(BIN)/pip install --quiet --editable '.[dev]'
-	@touch $@
-
-$(DOCS_READY): $(READY)
-	$(BIN)/pip install --quiet --editable '.[docs]'
 	@touch $@

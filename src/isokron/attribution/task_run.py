@@ -56,7 +56,7 @@ def task_run(
     """The run of `isokron.training.train_`, or of a race, as a function of example weights.
 
     Neither the model nor the optimizer is changed. Dropout is exact: the generator's state is part
-    of the run's. Statistics, roots and eigenbases of SOAP, Shampoo and Katie are constants.
+    of the run's. The eigenbases of SOAP are constants.
 
     Args:
         task: the training examples and their loss.

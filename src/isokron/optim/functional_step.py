@@ -269,9 +269,7 @@ def _check(optimizer: Optimizer, group: Mapping[str, Any]) -> None:
     for key, value in wanted.items():
         if group.get(key, value) != value:
             raise ValueError(f"{who}: unrolling needs {key}={value!r}, got {group[key]!r}")
-    if (
-        group.get("coefficients", "classic") is None
-    ):  # the method then differs where a graph is kept
+    if group.get("coefficients", "") is None:  # the method would differ where a graph is kept
         raise ValueError(f"{who}: unrolling needs coefficients, such as 'classic', got None")
     if refresh_delay(group):
         refresh = group["refresh"]
