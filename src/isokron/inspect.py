@@ -43,19 +43,33 @@ SPECTRA = {
 
 @dataclass(eq=False)
 class Setup:
-    """The arguments of an inspection, validated; the model is created from them."""
+    """The arguments of an inspection, validated; the model is created from them.
+
+    Args:
+        task: the model, its data and its loss.
+        steps: AdamW steps before the fit; default: 200, or 0 with `weights`.
+        lr: learning rate of these steps.
+        seed: random seed of weights, batches and sampled labels.
+        weights: a safetensors file with all of the model's weights.
+        examples: training examples to fit on.
+        method: as in `isokron.curvature.fit`.
+        fisher: as in `isokron.curvature.fit`.
+        sharing: as in `isokron.curvature.fit`.
+        layers: patterns of layer names; default: all layers.
+        damping: a multiple of each layer's mean eigenvalue.
+    """
 
     task: Task
-    steps: int | None = None  # AdamW steps before the fit; default: 200, or 0 with `weights`
-    lr: float = 3e-3  # learning rate of these steps
-    seed: int = 0  # random seed of weights, batches and sampled labels
-    weights: Path | str | None = None  # a safetensors file with all of the model's weights
-    examples: int = 512  # training examples to fit on
-    method: str = "kfac"  # this, fisher and sharing are those of isokron.curvature.fit
+    steps: int | None = None
+    lr: float = 3e-3
+    seed: int = 0
+    weights: Path | str | None = None
+    examples: int = 512
+    method: str = "kfac"
     fisher: str = "empirical"
     sharing: str = "expand"
-    layers: Sequence[str] = ()  # patterns of layer names; all layers by default
-    damping: float = 0.1  # a multiple of each layer's mean eigenvalue
+    layers: Sequence[str] = ()
+    damping: float = 0.1
 
     def __post_init__(self) -> None:
         if self.steps is None:

@@ -36,12 +36,19 @@ Kind = tuple[Any, ...]  # of a block: its shape, the parameter's dtype, whether 
 
 @dataclass(frozen=True)
 class RankLayout:
-    """How ranks hold the parameters."""
+    """How ranks hold the parameters.
 
-    kind: str  # "ddp": whole; "fsdp": sharded over all ranks; "hsdp": over groups of `shard`
-    ranks: int  # number of processes
-    shard: int | None = None  # ranks that share one copy of the parameters, with "hsdp" only
-    communication: torch.dtype | None = None  # in which blocks are sent; None: their own
+    Args:
+        kind: "ddp": whole; "fsdp": sharded over all ranks; "hsdp": over groups of `shard`.
+        ranks: number of processes.
+        shard: ranks that share one copy of the parameters, with "hsdp" only.
+        communication: dtype in which blocks are sent; default: their own.
+    """
+
+    kind: str
+    ranks: int
+    shard: int | None = None
+    communication: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in ("ddp", "fsdp", "hsdp"):

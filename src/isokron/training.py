@@ -106,10 +106,15 @@ def train_(
 
 def load_weights_(model: nn.Module, path: Path) -> None:
     """Set all parameters and buffers from a safetensors file."""
+    remedy = "write them with safetensors.torch.save_model(model, path)"
+    if not path.is_file():
+        raise ValueError(
+            f"weights must be a safetensors file, and there is no file {str(path)!r}; paths are "
+            f"relative to {Path.cwd()}; {remedy}"
+        )
     try:
         load_model(model, path)
     except (SafetensorError, OSError, RuntimeError) as error:
-        remedy = "write them with safetensors.torch.save_model(model, path)"
         raise ValueError(f"weights {path.name!r} do not fit: {error}; {remedy}") from None
     for name, value in model.state_dict().items():
         if not bool(value.isfinite().all()):

@@ -422,7 +422,7 @@ def test_many_queries_choose_a_store_and_few_do_not(tmp_path: Path) -> None:
         ("eval:8", "query eval:8 must lie between 0 and 7"),
         ("eval:x", "query eval:x must be numbers such as eval:0"),
         ("train:5-2", "query train:5-2 must lie between"),
-        ("@missing.jsonl", "no file or folder"),
+        ("@missing.jsonl", "query @missing.jsonl: there is no file or folder 'missing.jsonl'"),
     ],
 )
 def test_queries_that_are_not_there_are_named(query: str, message: str) -> None:
@@ -432,6 +432,18 @@ def test_queries_that_are_not_there_are_named(query: str, message: str) -> None:
         read_queries(replace(task(), read=None), Model(), ["words"])
     with pytest.raises(ValueError, match="has no evaluation examples"):
         read_queries(replace(task(), evaluation=None), Model(), ["eval:0"])
+
+
+def test_a_query_file_that_is_not_there_is_not_looked_for_on_a_hub(monkeypatch) -> None:
+    def from_hub(source: str) -> list[dict[str, str]]:
+        raise AssertionError(f"asked a hub for {source!r}")
+
+    monkeypatch.setattr("isokron.tasks.documents._data_set", from_hub)
+    for name in ("nofile", "folder/nofile", "name:train"):
+        with pytest.raises(ValueError, match=f"query @{name}: there is no file or folder '{name}'"):
+            read_queries(task(), Model(), [f"@{name}"])
+    with pytest.raises(ValueError, match="no file or folder ''"):
+        read_queries(task(), Model(), ["@"])
 
 
 def test_queries_come_from_files(tmp_path: Path) -> None:

@@ -116,6 +116,15 @@ def test_a_document_whose_targets_are_all_ignored_has_no_influence(
     assert a.report().exists()
 
 
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(reduction="none"), nn.MSELoss()])
+def test_a_module_of_torch_is_no_loss(loss: nn.Module, tmp_path: Path) -> None:
+    rule = r"a function \(model, batch\) → loss per example"
+    got = rf"got the module {type(loss).__name__}; give loss=isokron.losses.CrossEntropy\(\)"
+    with pytest.raises(ValueError, match=f"{rule}, {got}"):
+        begun(tmp_path / "run", pairs(), loss=loss)
+    assert not (tmp_path / "run").exists()
+
+
 def test_two_examples_of_one_name_are_refused(tmp_path: Path) -> None:
     data = [(torch.randn(4), torch.tensor(0)) for _ in range(3)]
     with pytest.raises(

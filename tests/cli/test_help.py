@@ -1,5 +1,6 @@
 """`--help` of every command: examples that work, in plain characters, within the terminal."""
 
+import re
 import shlex
 from pathlib import Path
 
@@ -45,6 +46,17 @@ def test_every_option_is_shown_once_with_its_default(called) -> None:
         for line in text.splitlines():
             assert not ("[default:" in line and "Default:" in line), line
     assert "--seed N                    Random seed. [default: 0]" in called("fit", "-h").stdout
+
+
+def test_options_are_explained_by_options_of_the_same_command() -> None:
+    group = typer.main.get_command(app)
+    for name in NAMES:
+        params = group.commands[name].params
+        there = {option for param in params for option in (*param.opts, *param.secondary_opts)}
+        for param in params:
+            # of another command that is named, such as `attribute`, options may be named too
+            own = re.sub(r"`\w+` [^.]*", "", param.help or "")
+            assert set(re.findall(r"--[a-z][a-z-]*", own)) <= there, (name, param.name)
 
 
 def test_examples_run_as_printed(called, tmp_path: Path) -> None:

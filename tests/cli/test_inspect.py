@@ -25,7 +25,10 @@ MINE = ["inspect", "--task", f"{TOY}:task", "--out", "page"]
         (["--examples", "0"], "--examples must be at least 1"),
         (["--damping", "-0.1"], "--damping must be a finite number of at least 0, got -0.1"),
         (["--lr", "0"], "--lr must be a positive number"),
-        (["--weights", "none.safetensors"], "--weights 'none.safetensors' do not fit: No such"),
+        (
+            ["--weights", "none.safetensors"],
+            "--weights must be a safetensors file, and there is no file 'none.safetensors'",
+        ),
         (["--layers", "nothing*"], "'nothing*' matches no module"),
         (
             ["--task", f"{TOY}:task", "--fisher", "sampled"],

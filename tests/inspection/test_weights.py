@@ -41,6 +41,13 @@ def test_tied_weights_are_there_under_either_name(tmp_path):
     assert torch.equal(loaded["b"].weight, saved["a"].weight)
 
 
+def test_a_missing_file_is_called_missing_and_not_unfitting(regression, tmp_path):
+    path = tmp_path / "none.safetensors"
+    for missing in (path, tmp_path):  # a folder is no file either
+        with pytest.raises(ValueError, match=rf"^weights must be .* there is no file '{missing}'"):
+            Setup(regression, weights=missing)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

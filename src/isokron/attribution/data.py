@@ -35,10 +35,13 @@ def with_task(
             data = {"ids": task.ids, "lengths": task.lengths, **data}
     if train_set is None:
         raise ValueError("train_set must be a data set, got None; give one, or a task")
-    if loss is None:
+    # a module of torch takes outputs and targets, and would fail in a pass far from here
+    if loss is None or isinstance(loss, nn.Module):
+        got = "None" if loss is None else f"the module {type(loss).__name__}"
         raise ValueError(
             "loss must be one of isokron.losses or a function (model, batch) → loss per "
-            "example, got None; give loss=isokron.losses.CrossEntropy()"
+            f"example, got {got}; give loss=isokron.losses.CrossEntropy(), SquaredError() or "
+            "BinaryCrossEntropy()"
         )
     return train_set, loss, data
 

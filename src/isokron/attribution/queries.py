@@ -115,6 +115,12 @@ def _file(task: Task, model: nn.Module | None, path: str) -> list[Query]:
     # imported only if needed, since it loads readers of several formats
     from isokron.tasks.documents import read_documents, read_prompts
 
+    # any other name would be looked for among the data sets of a hub
+    if not Path(path).expanduser().exists():
+        raise ValueError(
+            f"query @{path}: there is no file or folder {path!r}; paths are relative to "
+            f"{Path.cwd()}; a text that begins with @ must be given in a file"
+        )
     pairs = read_prompts(path)
     if pairs:
         return [_prompt(task, model, *pair) for pair in pairs]

@@ -200,7 +200,7 @@ class Scoring:
     refine: int = option(
         0,
         "Refine exact scores by N steps of conjugate gradients toward the exact Gauss-Newton "
-        "matrix, a pass over the data each.",
+        "matrix, a pass over the data each; --damping is then 10 unless it is given.",
         min=0,
     )
     top: int = option(10, "Number of proponents and of opponents per query.", min=1)

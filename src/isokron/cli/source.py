@@ -221,9 +221,7 @@ class Resources(Machine):
     """Options of commands that use H⁻¹."""
 
     damping: float | None = option(
-        None,
-        "Damping, as a multiple of each layer's mean eigenvalue. Default: 0.1; 10 with --refine.",
-        min=0,
+        None, "Damping, as a multiple of each layer's mean eigenvalue. Default: 0.1.", min=0
     )
 
 

@@ -55,7 +55,8 @@ def fit(
             all labels ("exact"). The last two need a likelihood.
         sharing: positions that share a weight count one by one ("expand") or are taken together
             ("reduce") in the factors of K-FAC and TKFAC.
-        layers: patterns of names. `selection`: layers chosen before, in their place.
+        layers: patterns of names.
+        selection: layers chosen before, in place of `layers`.
         dtype: of the statistics.
         policy: an output side of o outputs is a covariance o×o ("dense") or the T gradients it is
             made of, inverted by Woodbury: always ("all"), for more than 16,384 outputs ("hybrid"),

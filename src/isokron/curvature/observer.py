@@ -24,7 +24,8 @@ class Observer(Watcher):
 
     Args:
         layers: those to observe, in training mode and while they are not frozen.
-        method, fisher: as of `curvature.fit`.
+        method: as of `curvature.fit`.
+        fisher: as of `curvature.fit`.
         make_sums: the sums of a layer, by its name, made anew for every step.
     """
 

@@ -45,8 +45,9 @@ class RunningFisher:
 
     Args:
         method: "kfac", "ekfac" or "tkfac"; where columns are kept, "ekfac" is "kfac".
-        policy, rho: which output sides are kept as columns, see `woodbury_policy`. "auto" forms G
-            from them when there are too many.
+        policy: which output sides are kept as columns, see `woodbury_policy`. "auto" forms G from
+            them when there are too many.
+        rho: most columns of "auto", as a share of the outputs.
         t_max: most columns. Otherwise the best half is kept past it, which is exact for
             o ≤ t_max/2.
         storage: where columns are kept, see `store`.

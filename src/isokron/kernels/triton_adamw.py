@@ -44,8 +44,11 @@ def adamw_(
     """One AdamW step in place, in one launch, or two if some tensors are not 16-byte aligned.
 
     Args:
-        params, grads: float32 or bfloat16, one dtype per list, contiguous.
-        exp_avgs, exp_avg_sqs, max_exp_avg_sqs: float32, contiguous; the last only with amsgrad.
+        params: float32 or bfloat16, one dtype per list, contiguous.
+        grads: likewise, possibly of the other dtype.
+        exp_avgs: float32, contiguous.
+        exp_avg_sqs: float32, contiguous.
+        max_exp_avg_sqs: float32, contiguous; only with amsgrad.
         step: number of this step, from 1.
     """
     lists = [params, grads, exp_avgs, exp_avg_sqs] + [max_exp_avg_sqs] * amsgrad

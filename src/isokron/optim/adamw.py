@@ -35,8 +35,10 @@ class AdamW(Preconditioned):
             takes about as long as reading the gradients.
         state_dtype: None keeps moments in the parameter's dtype, as torch does; torch.float32
             gives parameters in half precision float32 moments.
-        fused, foreach: accepted and ignored; the results are those of fused=True.
-        capturable, differentiable: must be False.
+        fused: accepted and ignored; the results are those of fused=True.
+        foreach: accepted and ignored.
+        capturable: must be False.
+        differentiable: must be False.
         settings: other settings of parameter groups, such as `decay`; see docs/engine.md.
     """
 

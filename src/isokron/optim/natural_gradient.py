@@ -57,15 +57,18 @@ class NaturalGradient(torch.optim.Optimizer):
         loss: whose distribution `observe` draws from; CrossEntropy() by default.
         damping: λ of G ⊗ A + λI; see also `update_damping`.
         max_condition: κ; eigenvalues below their maximum/κ are lifted to it.
-        every: steps between eigendecompositions. `statistics_every`: between observations.
-        momentum: μ of M ← μM + (1−μ)∇. `factor_beta`: rate of the means, per observation.
+        every: steps between eigendecompositions.
+        statistics_every: steps between observations.
+        momentum: μ of M ← μM + (1−μ)∇.
+        factor_beta: rate of the means, per observation.
         kl_clip: most of lr²⟨V, M̂⟩, twice the KL divergence that a step may cause; None: no limit.
         layers: patterns of names; None: linear layers, convolutions and attention.
         policy: which output sides are kept as gradients (Woodbury), with `rho`, `t_max` and
             `store`, as in `curvature.fit`; past `t_max` the best half of them is kept.
         reduction: whether the loss is the "mean" over the examples of all passes before a step,
             their "sum", or on ranks the "global_mean".
-        adamw_lr, betas: of AdamW, which steps all other parameters.
+        adamw_lr: learning rate of AdamW, which steps all other parameters.
+        betas: rates of AdamW's moments.
         nonfinite: "raise", "skip" the step or "ignore" gradients that are not finite.
     """
 

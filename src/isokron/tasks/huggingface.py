@@ -41,7 +41,8 @@ def language_model(
     Args:
         model: a folder, which is loaded without network access, or a name on the hub.
         data: documents, or a source for read_documents.
-        text, id: columns of the data; see read_documents.
+        text: column of texts; see read_documents.
+        id: column of ids; see read_documents.
         context: maximum tokens of an example; default: the model's maximum.
         long: how to treat longer documents: "error", "cut" to their first tokens, or "split" into
             several examples that overlap by one token, so that each token is predicted once.
@@ -89,9 +90,16 @@ def classifier(
     A query is `text => label`, or `text` for the class that the model predicts.
 
     Args:
-        model, data, text, id, context, evaluation, batch_size, dtype: see language_model.
+        model: a folder, which is loaded without network access, or a name on the hub.
+        data: documents, or a source for read_documents.
+        text: column of texts; see read_documents.
         label: column of classes, by the names in the model's configuration or by number.
-        long: how to treat documents of more than `context` tokens: "error" or "cut".
+        id: column of ids; see read_documents.
+        context: maximum tokens of an example; default: the model's maximum.
+        long: how to treat longer documents: "error" or "cut".
+        evaluation: documents, or the fraction of `data` to hold out; 0 for none.
+        batch_size: examples per training step.
+        dtype: dtype of the loaded weights; "auto" for the one they are stored in.
     """
     pretrained = Pretrained(model, "AutoModelForSequenceClassification", dtype, context, long)
     problem = pretrained.config.problem_type
