@@ -1,6 +1,7 @@
 """Pages: links lead somewhere, the navigation has every page, the reference every public name."""
 
 import ast
+import inspect
 import re
 import subprocess
 import sys
@@ -31,6 +32,17 @@ MODULES = (
     "race",
     "tasks",
 )
+METHODS = {
+    "AdamW": "adamw.md",
+    "Muon": "muon.md",
+    "SignDescent": "muon.md",
+    "Shampoo": "shampoo.md",
+    "SOAP": "shampoo.md",
+    "Katie": "katie.md",
+    "Quad": "white_kron.md",
+    "Skew": "white_kron.md",
+    "NaturalGradient": "natural.md",
+}
 
 
 def prose(page: Path) -> str:
@@ -52,6 +64,17 @@ def public_names(module: str) -> list[str]:
         if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__all__":
             return list(ast.literal_eval(statement.value))
     raise AssertionError(f"{path} has no __all__")
+
+
+def settings_table(page: Path) -> list[dict[str, str]]:
+    """Rows of the table of arguments under "## Settings": cells by the heads of their columns."""
+    section = page.read_text().partition("\n## Settings\n")[2].partition("\n## ")[0]
+    table = re.search(r"^\| argument \|.*\n(?:\|.*\n)+", section, re.MULTILINE)
+    assert table, f"no table of arguments under Settings in {page.name}"
+    heads, _, *rows = (
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table[0].splitlines()
+    )
+    return [dict(zip(heads, row, strict=True)) for row in rows]
 
 
 def reference_entries() -> dict[str, str]:
@@ -103,6 +126,20 @@ def test_entries_of_the_reference_exist(name: str) -> None:
     documented = resolve_name(name)
     for member in filter(None, reference_entries()[name].split(", ")):
         assert hasattr(documented, member), member
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_settings_of_a_page_are_the_arguments_of_its_method(name: str) -> None:
+    """A column has the name of the class where a page has several; "–": not an argument of it."""
+    rows = settings_table(DOCS / METHODS[name])
+    column = name if name in rows[0] else "default"
+    listed = [(row["argument"], row[column]) for row in rows if row[column] != "–"]
+    arguments = [
+        (f"`{argument.name}`", f"`{argument.default!r}`")
+        for argument in inspect.signature(getattr(isokron, name)).parameters.values()
+        if argument.name not in ("params", "model") and argument.kind != argument.VAR_KEYWORD
+    ]
+    assert sorted(listed) == sorted(arguments)
 
 
 def test_citation_has_the_version() -> None:

@@ -41,7 +41,7 @@ class SOAP(Preconditioned):
     """P = Q[(QᵀM̂) ⊘ (√Ê + ε)], E the second moment of QᵀG, Q the eigenbases of Shampoo's factors.
 
     The first moment is kept in the basis too: a step rotates the gradient into it and the update
-    back, and with `graft` also the first moment.
+    back. With `graft` it is also kept outside of it, or with moments="8bit" rotated back.
 
     Args:
         params: Parameters, named parameters or parameter groups.
