@@ -82,7 +82,7 @@ def _blocks(x: Tensor) -> Tensor:
 
 
 def quantize_symmetric(matrix: Tensor, seeds: Tensor) -> tuple[Tensor, Tensor]:
-    """The triangle of Cᵢⱼ = Aᵢⱼ/(sᵢsⱼ) in codes of 16 bits, and s = √diag A. A: [R, n, n]
+    """Bytes of the triangle of Cᵢⱼ = Aᵢⱼ/(sᵢsⱼ) in 16-bit codes, and s = √diag A. A: [R, n, n]
 
     For positive semidefinite A, whose |Cᵢⱼ| ≤ 1; only its lower triangle is read. The error of
     every entry is the same share of sᵢsⱼ. bfloat16, of as many bits, has that of the entry itself:
@@ -94,14 +94,15 @@ def quantize_symmetric(matrix: Tensor, seeds: Tensor) -> tuple[Tensor, Tensor]:
     unit = matrix.float() * inverse.unsqueeze(-1) * inverse.unsqueeze(-2)
     triangle = halved(unit).mul_(UNIT)
     noise = _random_bits(triangle.size(1), sent(seeds, matrix.device)) * 2.0**-DROPPED
-    return triangle.add_(noise).floor_().clamp_(-UNIT, UNIT).to(torch.int16), scale
+    codes = triangle.add_(noise).floor_().clamp_(-UNIT, UNIT).to(torch.int16)
+    return codes.view(torch.uint8), scale  # as bytes: gloo sends no int16
 
 
 def dequantize_symmetric(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """The matrices that codes of 16 bits stand for. [R, n, n]"""
     size, scale = scale.size(-1), scale.to(dtype)
     matrices = torch.empty(len(codes), size, size, dtype=dtype, device=codes.device)
-    unhalve_(matrices, codes.to(dtype).div_(UNIT))
+    unhalve_(matrices, codes.contiguous().view(torch.int16).to(dtype).div_(UNIT))
     return mirror_(matrices.mul_(scale.unsqueeze(-1)).mul_(scale.unsqueeze(-2)))
 
 
