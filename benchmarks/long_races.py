@@ -10,9 +10,10 @@ every run: stopped at any time, `run` goes on where it was; tasks may run side b
 Settings are chosen by successive halving on seed 0. At 1x AdamW has 12 (three learning rates, each
 with four choices of weight decay, beta2 and warm-up), every other optimizer five learning rates; at
 4x the best 3 of AdamW and the best 2 of the others; at 16x the best 2 and the best 1. Then the
-shortest schedule: who ends at or below AdamW's loss is trained on 0.6 of the steps, then on 0.4 or
-0.8 (the 4x run is 0.25). At last the best at 16x has two more seeds: AdamW, and the three others
-that end lowest. The time of a schedule is its steps times the CPU time of a step, from `time`.
+best at 16x have two more seeds: AdamW, and the three others that end lowest. At last the shortest
+schedule: who ends at or below AdamW's loss is trained on 0.6 of the steps, then on 0.4 or 0.8, and
+so on by bisection to a twentieth of the steps (seed 0). The time of a schedule is its steps times
+the CPU time of a step, from `time`.
 """
 
 from __future__ import annotations
@@ -61,7 +62,10 @@ ADAMW_LRS = (1e-3, 3e-3, 1e-2)
 # (weight decay, beta2, warm-up)
 ADAMW = ((0.01, 0.999, 0.1), (0.1, 0.99, 0.1), (0.1, 0.95, 0.1), (0.01, 0.99, 0.02))
 SEEDS = 3
+REPEATED = 3  # optimizers beside AdamW that get more than one seed
 LONG = 16
+PARTS = 20  # shortest schedules are found to a twentieth of the longest
+LEAST = 4  # so many twentieths are taken not to suffice
 SETTLED = 4  # evaluations of 25 that a figure leaves above its frame
 DOCS = FOLDER.parent
 
@@ -122,7 +126,9 @@ class Study:
         """The best setting at 16x."""
         return next(iter(self.best(optimizer, LONG, 1)), None)
 
-    def rounds(self, optimizers: tuple[str, ...]) -> Iterator[list[tuple[Setting, int, int]]]:
+    def rounds(
+        self, optimizers: tuple[str, ...], seeds: int
+    ) -> Iterator[list[tuple[Setting, int, int]]]:
         """Lists of (setting, steps, seed); each depends on the results of those before."""
         short = SHORT[self.name]
         names = ("adamw", *optimizers)
@@ -136,32 +142,42 @@ class Study:
         steps = LONG * short
         best = {name: setting for name in names if (setting := self.chosen(name)) is not None}
         others = sorted(set(best) - {"adamw"}, key=lambda name: self.loss(best[name], steps))
+        repeated = [best[name] for name in ("adamw", *others[:REPEATED]) if name in best]
+        yield [(setting, steps, seed) for setting in repeated for seed in range(1, seeds)]
         goal = self.loss(best["adamw"], steps)
         reach = [best[name] for name in others if self.loss(best[name], steps) <= goal]
-        yield [(setting, round(0.6 * steps), 0) for setting in reach]
-        yield [
-            (setting, round(share * steps), 0)
-            for setting in reach
-            for share in ((0.4 if self.loss(setting, round(0.6 * steps)) <= goal else 0.8),)
-        ]
-        repeated = [best[name] for name in ("adamw", *others[:SEEDS]) if name in best]
-        yield [(setting, steps, seed) for setting in repeated for seed in range(1, SEEDS)]
+        for _ in range(math.ceil(math.log2(PARTS))):
+            tried = [(setting, self.next_part(setting, goal)) for setting in reach]
+            yield [(setting, self.part(k), 0) for setting, k in tried if k is not None]
+
+    def part(self, k: int) -> int:
+        """The steps of k twentieths of a run at 16x."""
+        return round(k / PARTS * LONG * SHORT[self.name])
+
+    def reached(self, setting: Setting, goal: float) -> list[int]:
+        """The twentieths with which a setting has ended at the goal or below."""
+        return [k for k in range(1, PARTS + 1) if self.loss(setting, self.part(k)) <= goal]
+
+    def next_part(self, setting: Setting, goal: float) -> int | None:
+        """The twentieths to try next, by bisection; None where neighbours are known."""
+        high = min(self.reached(setting, goal))
+        below = [k for k in range(LEAST + 1, high) if self.runs(setting, self.part(k))]
+        middle = (max(below, default=LEAST) + high) // 2
+        return None if middle in (LEAST, *below) else middle
 
     def shortest(self, setting: Setting) -> float | None:
         """The least share of the 16x steps with which a setting ends at AdamW's loss or below."""
         steps, adamw = LONG * SHORT[self.name], self.chosen("adamw")
         if adamw is None:
             return None
-        goal = self.loss(adamw, steps)
-        shares = (0.25, 0.4, 0.6, 0.8, 1.0)
-        reached = [s for s in shares if self.loss(setting, round(s * steps)) <= goal]
-        return min(reached, default=None)
+        parts = self.reached(setting, self.loss(adamw, steps))
+        return min(parts) / PARTS if parts else None
 
 
-def run(name: str, optimizers: tuple[str, ...]) -> None:
+def run(name: str, optimizers: tuple[str, ...], seeds: int = SEEDS) -> None:
     study = Study(name)
     task = study.task()
-    for plan in study.rounds(optimizers):
+    for plan in study.rounds(optimizers, seeds):
         for setting, steps, seed in plan:
             key = {**setting._asdict(), "steps": steps, "seed": seed}
             study.records.once(partial(train_once, task, setting, steps, seed), **key)
@@ -306,6 +322,7 @@ def main() -> None:
     parser.add_argument("command", choices=("run", "time", "table"))
     parser.add_argument("--task", default=",".join(SHORT))
     parser.add_argument("--optimizers", default=",".join(OPTIMIZERS))
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="of the runs at 16x")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.command != "table" and "heavyball:SOAP" in args.optimizers:
@@ -322,8 +339,10 @@ def main() -> None:
                 if (plot := figure(name, optimizers, by)) is not None:
                     path = DOCS / f"long_races-{plot.name}.svg"
                     write_atomically(path, [standalone(plot).encode()])
+        elif args.command == "run":
+            run(name, optimizers, args.seeds)
         else:
-            (run if args.command == "run" else time_steps)(name, optimizers)
+            time_steps(name, optimizers)
 
 
 if __name__ == "__main__":
