@@ -10,7 +10,8 @@ from isokron.linalg.eigen import eigh, power_of_two
 from isokron.linalg.products import symmetric_product
 from isokron.polynomials import Choice, Coefficients, schedule
 
-METHODS = ("auto", "plain", "symmetric", "gram", "eigh", "reference", "differentiable")
+METHODS = ("auto", "plain", "symmetric", "gram", "eigh", "polar", "reference", "differentiable")
+DECOMPOSED = ("eigh", "polar")
 
 # Bytes of matrices that are iterated on at a time: what a CPU's caches hold, and enough to keep a
 # device busy. It bounds the memory of the intermediate products of a large batch.
@@ -36,15 +37,16 @@ def newton_schulz(
         matrix: real matrices; the result has their dtype.
         steps: number of iterations.
         coefficients: a name in POLYNOMIALS, one triple for all steps, or a list with one triple
-            per step. None means "classic", or any method that is faster and closer to UVᵀ.
+            per step. None means "classic", or UVᵀ itself where that takes less time.
         dtype: precision of the iteration. Default: bfloat16 on accelerators and at least float32 on
             the CPU, where half-precision products are many times slower.
         eps: lower bound on the norm that X₀ is divided by.
         method: "plain" is the formula above. "symmetric" computes one triangle of A and of A².
-            "gram" iterates on A alone and multiplies X once. "eigh" is the exact polar factor, for
-            any `steps`. "reference" reproduces Muon's published loop to the bit, by default in
-            bfloat16; "plain" in bfloat16 reproduces torch.optim.Muon. "differentiable" is "plain"
-            with a graph. "auto" chooses the one measured to be fastest (`quickest`).
+            "gram" iterates on A alone and multiplies X once. "eigh" applies the polynomial to the
+            eigenvalues of A. "polar" is UVᵀ, for any `steps`. "reference" reproduces Muon's
+            published loop to the bit, by default in bfloat16; "plain" in bfloat16 reproduces
+            torch.optim.Muon. "differentiable" is "plain" with a graph. "auto" chooses the one
+            measured to be fastest (`quickest`).
     """
     if matrix.ndim < 2:
         raise ValueError(
@@ -67,12 +69,13 @@ def newton_schulz(
     stack = matrix.mT if tall else matrix  # so that A = XXᵀ has the size of the shorter side
     stack = stack.reshape(-1, *stack.shape[-2:])
     if method == "auto":
-        exact = coefficients is None and steps == 5
         rows, cols = stack.shape[-2:]
-        method = quickest(rows, cols, matrix.device, dtype, triples, exact)
+        method = quickest(rows, cols, matrix.device, dtype, triples)
+        if method == "eigh" and coefficients is None:
+            method = "polar"
     limit = CPU_CHUNK if on_cpu else DEVICE_CHUNK
     size = max(1, limit // (stack[0].numel() * stack.element_size()))
-    if method == "eigh":
+    if method in DECOMPOSED:
         size = max(size, torch.get_num_threads())  # one matrix per core
     chunks = [_polar(chunk, method, triples, dtype, eps) for chunk in stack.split(size)]
     x = (chunks[0] if len(chunks) == 1 else torch.cat(chunks)).to(matrix.dtype)
@@ -86,21 +89,20 @@ def quickest(
     device: torch.device,
     dtype: torch.dtype,
     triples: list[Coefficients],
-    exact: bool = False,
 ) -> str:
-    """The fastest method for matrices with rows ≤ cols, as measured by benchmarks/kernels.py.
-
-    exact: whether the polar factor may replace the polynomial of the triples.
-    """
+    """The fastest method for matrices with rows ≤ cols, as measured by benchmarks/kernels.py."""
     if device.type != "cpu":
         return "symmetric" if rows >= GPU_SYMMETRIC and _by_triton(device, dtype) else "plain"
-    if exact and dtype.itemsize >= 4 and rows >= (192 if cols >= 2 * rows else 512):
-        return "eigh"
-    # "gram" amplifies the rounding errors of A's smallest eigenvalues by the squared slope at 0
+    # both work on A, and amplify the rounding errors of its smallest eigenvalues by the squared
+    # slope at 0
     slope = math.prod([a for a, _, _ in triples])
-    long = rows >= 96 and cols >= (2 if rows >= 192 else 3) * rows
-    if slope**2 * torch.finfo(dtype).eps < 1 and long:
-        return "gram"
+    if slope**2 * torch.finfo(dtype).eps < 1:
+        long = cols >= 2 * rows
+        # a graph has no retries of decompositions that fail
+        if rows >= (192 if long else 512) and not torch.compiler.is_compiling():
+            return "eigh"
+        if (long and rows >= 192) or (rows >= 96 and cols >= 3 * rows):
+            return "gram"
     return "symmetric" if rows >= 768 else "plain"
 
 
@@ -112,9 +114,8 @@ def _polar(
     x = chunk.to(torch.promote_types(chunk.dtype, torch.float32))
     # an exact scaling, without which the norm could overflow or fall below `eps`
     x = x / power_of_two(x.detach().abs().amax((-2, -1)))[:, None, None]
-    if method == "eigh":
-        return _exact(x)
-    x = x.to(dtype)
+    if method not in DECOMPOSED:  # eigh has no half precision
+        x = x.to(dtype)
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=eps)
     # in place only where autograd does not need x again
     x = x / norm if x.requires_grad else x.div_(norm)
@@ -165,7 +166,20 @@ def _gram_space(x: Tensor, triples: list[Coefficients]) -> Tensor:
     return product @ x
 
 
-def _exact(x: Tensor) -> Tensor:
+def _by_eigenvalues(x: Tensor, triples: list[Coefficients]) -> Tensor:
+    """H⋯H of `_gram_space` is a polynomial of A: the same one of its eigenvalues."""
+    values, vectors = eigh(symmetric_product(x, x.mT))
+    if values.isnan().any():  # a decomposition failed, or X is not finite
+        return _gram_space(x, triples)
+    product = torch.ones_like(values)
+    for a, b, c in triples:
+        factor = a + values * (b + c * values)
+        product *= factor
+        values = values * factor.square()
+    return symmetric_product(vectors * product.unsqueeze(-2), vectors.mT) @ x
+
+
+def _exact(x: Tensor, _: list[Coefficients]) -> Tensor:
     """(XXᵀ)^(−½) X."""
     values, vectors = eigh(symmetric_product(x, x.mT))
     info = torch.finfo(x.dtype)
@@ -191,4 +205,6 @@ _ITERATIONS = {
     "differentiable": _plain,
     "symmetric": _symmetric,
     "gram": _gram_space,
+    "eigh": _by_eigenvalues,
+    "polar": _exact,
 }
