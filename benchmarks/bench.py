@@ -1,6 +1,6 @@
 """Run the benchmarks: all of them, or a small version of each.
 
-    python benchmarks/bench.py [--only kernels,katie]          refreshes docs/benchmarks/*.json
+    python benchmarks/bench.py [--only kernels,ablations]      refreshes docs/benchmarks/*.json
     python benchmarks/bench.py --quick                         writes to build/benchmarks instead
 
 Scripts run one after another, from short to long; together they take days, with --quick minutes. A
@@ -56,14 +56,12 @@ SCRIPTS = (
     Script("attribution_quality", ("--only logistic,removals,transformer",)),
     Script("refinement"),
     Script("width"),
-    Script("katie"),
-    Script("start", ("--races runs/start",), needs="isokron[hf]"),
+    Script("ablations"),
     Script("bare_parameters", ("--vocab 256,1024 --lr 3e-3,1e-2",), needs="isokron[hf]"),
     Script("optimizers", needs="isokron[bench]"),
     Script("curvature", ("--threads 1",), needs="isokron[bench]"),
     Script("white_kron", needs="isokron[bench], isokron[bench-jax]"),
     Script("attribution", needs="isokron[hf]; bergson and kronfluence: --bergson, --kronfluence"),
-    Script("races"),
     Script("learning_rate", needs="a download of SmolLM2-135M"),
     Script("language_models", needs="downloads of SmolLM2-135M and stories15M"),
     Script("planted_facts", ("runs/planted_facts",), needs="a download of SmolLM2-135M"),

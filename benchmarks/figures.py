@@ -6,7 +6,7 @@ prints every decimal number of these pages (default: README.md and docs/*.md) th
 tests/test_figures.py requires that there is none. Hidden comments in a page name the records. They
 hold until the next heading, and `figures` and `claims` also until the next of their kind:
 
-    <!-- figures: katie recorded.start -->      the numbers of a table row, or of a line of printed
+    <!-- figures: ablations long_races -->      the numbers of a table row, or of a line of printed
                                                 output, must be in one row of these sources, in
                                                 this order; one in a sentence may be in any row
     <!-- claims: long_races memory -->          numbers of a table row too may be in any row, of
@@ -225,7 +225,7 @@ def long_races() -> list[str]:
 
 
 def long_race_shares() -> list[str]:
-    """By task: losses at 16x, with Katie's schedule; losses by share of the steps; state."""
+    """By task: losses at 16x, with Katie's schedule; losses by share of the steps."""
     module, lines = importlib.import_module("long_races"), []
     for name in _long_races():
         study, steps = module.Study(name), module.LONG * module.SHORT[name]
@@ -238,9 +238,6 @@ def long_race_shares() -> list[str]:
                 by_share = {s: study.loss(setting, round(s * steps)) for s in (0.4, 0.6, 0.8, 1.0)}
                 lines += [f"{name}, {optimizer}, {s} of the steps: {loss:.3f}"
                           for s, loss in by_share.items()]  # fmt: skip
-        state = {run["optimizer"]: run["bytes"] for run in study.records.runs}
-        lines += [f"{name}, {key}: state {count / state['adamw']:.2f} of AdamW's"
-                  for key, count in state.items()]  # fmt: skip
     return lines
 
 

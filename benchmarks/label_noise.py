@@ -26,7 +26,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
-from datasets import ColourNet, cifar10_images, cifar10n_labels
+from packaged_data import ColourNet, cifar10_images, cifar10n_labels
 from records import Records
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot

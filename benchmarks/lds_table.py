@@ -37,7 +37,7 @@ import lds
 import refinement
 import torch
 import unroll
-from datasets import CACHE, image_task
+from packaged_data import CACHE, image_task
 from records import Records
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file

@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-import datasets
+import packaged_data
 import torch
 from records import FOLDER, Records
 from timing import conditions
@@ -97,7 +97,7 @@ class Study:
         self.times: dict[str, Any] = self.records.facts.setdefault("times", {})
 
     def task(self) -> Task:
-        make = datasets.TASKS.get(self.name)
+        make = packaged_data.TASKS.get(self.name)
         return load(self.name) if make is None else make(self.name)
 
     def runs(self, setting: Setting, steps: int) -> list[dict[str, Any]]:
@@ -245,14 +245,15 @@ def time_steps(name: str, optimizers: tuple[str, ...], rounds: int = 3, steps: i
 
 
 def table(name: str, optimizers: tuple[str, ...]) -> list[str]:
-    """Lines of a table: losses at 1x, 4x and 16x, the shortest schedule and its time."""
+    """Lines of a table: losses at 1x, 4x and 16x, the shortest schedule, its time, and state."""
     study = Study(name)
     short, times = SHORT[name], study.times
     unit = math.log(2) if name.startswith("enwik8") else 1.0
-    rows = ["", f"| {name} | 1x | 4x | 16x | lr | shortest | its time |", "|---" * 7 + "|"]
+    rows = ["", f"| {name} | 1x | 4x | 16x | lr | shortest | its time | state |", "|---" * 8 + "|"]
     diverged = []
+    adamw_bytes = study.records.select(optimizer="adamw")[0]["bytes"]
     for optimizer in ("adamw", *optimizers):
-        if not study.records.select(optimizer=optimizer):
+        if not (runs := study.records.select(optimizer=optimizer)):
             continue
         cells = []
         for horizon in (1, 4):
@@ -269,6 +270,8 @@ def table(name: str, optimizers: tuple[str, ...]) -> list[str]:
             final, lr = f"{statistics.fmean(finals):.3f}{spread}", f"{setting.lr:g}"
             if optimizer == "adamw":
                 share, time_share = "1", "1"
+            elif not any(study.runs(setting, study.part(k)) for k in range(1, PARTS)):
+                share = "" if study.shortest(setting) is not None else "not reached"
             elif (least := study.shortest(setting)) is not None:
                 share = f"{least:.2f}"
                 if {"adamw", optimizer} <= times.keys():
@@ -276,7 +279,7 @@ def table(name: str, optimizers: tuple[str, ...]) -> list[str]:
                     time_share = f"{least * ratio:.2f}"
             else:
                 share = "not reached"
-        cells += [final, lr, share, time_share]
+        cells += [final, lr, share, time_share, f"{runs[0]['bytes'] / adamw_bytes:.1f}"]
         rows.append(f"| {optimizer} | {' | '.join(cells)} |")
     return rows + ([f"Diverged: {', '.join(diverged)}."] if diverged else [])
 

@@ -25,7 +25,7 @@ from typing import Any
 import attribution_quality
 import lds
 import torch
-from datasets import mnist_images
+from packaged_data import mnist_images
 from records import Records
 from torch import Tensor, nn
 

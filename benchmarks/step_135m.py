@@ -25,7 +25,7 @@ import isokron
 from isokron.optimizers_by_name import resolve, split_specs
 
 WIDTH, KEYS, HIDDEN, VOCABULARY = 576, 192, 1536, 49_152
-OPTIMIZERS = "adamw,muon,muon(coefficients=None),quad,shampoo,katie,soap,soap(refresh='together')"
+OPTIMIZERS = "adamw,muon,quad,shampoo,katie,soap,soap(refresh='together')"
 
 
 class Layer(nn.Module):

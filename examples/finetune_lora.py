@@ -12,7 +12,7 @@ import tempfile
 from typing import Any
 
 import torch
-from datasets import Dataset  # type: ignore[attr-defined]
+from datasets import Dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn

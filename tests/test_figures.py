@@ -20,7 +20,7 @@ import figures  # noqa: E402
 def sources() -> figures.Sources:
     """Rows of all records that pages name; read by a process of its own.
 
-    Scripts such as benchmarks/datasets.py would hide packages of these names from other tests.
+    Scripts such as benchmarks/timing.py would hide packages of these names from other tests.
     """
     command = [sys.executable, str(BENCHMARKS / "figures.py"), "--sources"]
     done = subprocess.run(command, check=True, capture_output=True, text=True)

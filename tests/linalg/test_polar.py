@@ -47,7 +47,7 @@ def test_iteration_is_the_polynomial_of_the_singular_values(
         torch.testing.assert_close(computed, expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("shape", [(70, 70), (40, 130), (600, 700)])
+@pytest.mark.parametrize("shape", [(70, 70), (40, 130), (200, 600), (600, 700)])
 @pytest.mark.parametrize("name", ["classic", "polar_express", "cans"])
 @pytest.mark.parametrize("method", SAME)
 def test_every_method_keeps_the_accuracy_of_float32(

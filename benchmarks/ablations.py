@@ -1,11 +1,12 @@
-"""Which part of Katie does what: one setting changed at a time, and the loss multiplied.
+"""Which part of Katie, Shampoo and SOAP does what: one setting changed at a time.
 
-    python benchmarks/katie.py [--task speeches-tiny,mnist-tiny,digits-small]
+    python benchmarks/ablations.py [--task speeches-tiny,mnist-tiny,digits-tiny]
 
-Every variant is trained with three learning rates on seed 0 and, at its best, on two more seeds;
-one thread. Then Katie with correlation and with raw statistics on the loss times 0.01 and 100, at
-the learning rate that was best at 1. Results are in docs/benchmarks/katie.json; what is there is
-not trained again.
+Every variant is trained with three learning rates on seed 0, with one more where the best is at the
+edge, and at its best on two more seeds; one thread. Then Katie with correlation and with raw
+statistics on the loss times 0.01 and 100, at the learning rate that was best at 1; and convolutions
+of CIFAR-10 as matrices (order=2) and with a factor per dimension (order=None). Results are in
+docs/benchmarks/ablations.json; what is there is not trained again.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import packaged_data
 import torch
 from records import Records
 
@@ -25,8 +27,9 @@ from isokron.optimizers_by_name import resolve
 from isokron.race.train import train
 from isokron.tasks import Task, load
 
-STEPS = {"speeches-tiny": 300, "mnist-tiny": 150, "digits-small": 100}
-LRS = (3e-3, 1e-2, 3e-2)
+STEPS = {"speeches-tiny": 300, "mnist-tiny": 150, "digits-tiny": 100, "cifar10": 150}
+TASKS = ("speeches-tiny", "mnist-tiny", "digits-tiny")
+LRS = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)  # the middle three first
 SEEDS = 3
 VARIANTS = {
     "Katie as it is": "katie",
@@ -44,11 +47,21 @@ VARIANTS = {
     "damping 1e-3": "katie(damping=1e-3)",
     "damping 1e-1": "katie(damping=1e-1)",
     "damping 1": "katie(damping=1.0)",
+    "start 1": "katie(start=1)",
+    "start 10": "katie(start=10)",
     "AdamW": "adamw",
     "Shampoo": "shampoo",
+    "Shampoo, exponent 4": "shampoo(exponent=4)",
+    "Shampoo, damping 1e-2": "shampoo(damping=1e-2)",
+    "Shampoo, start 1": "shampoo(start=1)",
+    "Shampoo, start 10": "shampoo(start=10)",
     "SOAP": "soap",
+    "SOAP, graft None": "soap(graft=None)",
+    "SOAP, start 1": "soap(start=1)",
+    "SOAP, start 10": "soap(start=10)",
 }
 SCALES = (0.01, 1.0, 100.0)
+CONVOLUTIONS = [(lr, name) for name in ("shampoo", "katie", "soap") for lr in (5e-3, 1e-2, 2e-2)]
 
 
 def run(task: Task, spec: str, lr: float, seed: int, scale: float = 1.0) -> dict[str, Any]:
@@ -71,7 +84,10 @@ def study(name: str, records: Records) -> dict[str, tuple[float, list[float]]]:
         return math.inf if record["final"] is None else record["final"]
 
     for label, spec in VARIANTS.items():
-        losses = {lr: final(spec, lr, 0) for lr in LRS}
+        losses = {lr: final(spec, lr, 0) for lr in LRS[1:-1]}
+        edge = min(losses, key=losses.__getitem__)
+        if (beyond := {LRS[1]: LRS[0], LRS[-2]: LRS[-1]}.get(edge)) is not None:
+            losses[beyond] = final(spec, beyond, 0)
         best = min(losses, key=losses.__getitem__)
         outcome[label] = (best, [final(spec, best, seed) for seed in range(SEEDS)])
     for label in ("Katie as it is", "raw statistics"):
@@ -86,9 +102,9 @@ def scaled_run(name: str, spec: str, lr: float, scale: float) -> dict[str, Any]:
     return run(load(name), spec, lr, 0, scale)
 
 
-def tables(tasks: Sequence[str] = tuple(STEPS)) -> list[str]:
-    """A row per variant; then the loss multiplied."""
-    records = Records("katie")
+def tables(tasks: Sequence[str] = TASKS) -> list[str]:
+    """A row per variant; then the loss multiplied, and convolutions."""
+    records = Records("ablations")
     outcomes = {name: study(name, records) for name in tasks}
     lines = ["| | " + " | ".join(tasks) + " |", "|---" * (1 + len(tasks)) + "|"]
     for label in VARIANTS:
@@ -107,14 +123,30 @@ def tables(tasks: Sequence[str] = tuple(STEPS)) -> list[str]:
             finals = [records.select(**key, scale=scale)[0]["final"] for scale in SCALES]
             cells = ["diverged" if final is None else f"{final:.4f}" for final in finals]
             lines.append(f"| {name}, {label} | " + " | ".join(cells) + " |")
+    return lines + convolutions(records)
+
+
+def convolutions(records: Records) -> list[str]:
+    """Rows of the final losses on CIFAR-10 of convolutions as matrices, and by dimension."""
+    lines = ["", "| | lr | order=2 | order=None |", "|---|---|---|---|"]
+    for lr, name in CONVOLUTIONS:
+        finals = []
+        for spec in (name, f"{name}(order=None)"):
+            key = {"task": "cifar10", "optimizer": spec, "lr": lr, "seed": 0, "scale": 1.0}
+            finals.append(records.once(partial(cifar10_run, spec, lr), **key)["final"])
+        lines.append(f"| {name} | {lr:g} | {finals[0]:.3f} | {finals[1]:.3f} |")
     return lines
+
+
+def cifar10_run(spec: str, lr: float) -> dict[str, Any]:
+    return run(packaged_data.image_task("cifar10"), spec, lr, 0)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--task", default=",".join(STEPS))
+    parser.add_argument("--task", default=",".join(TASKS))
     args = parser.parse_args()
     torch.set_num_threads(1)
     print("\n".join(tables(args.task.split(","))))
