@@ -4,12 +4,13 @@
         [--kronfluence FOLDER] [--dattri FOLDER] [--unroll] [--rules] [--table]
 
 "logistic" and "mlp" are MNIST as dattri 0.3.0 has it (refinement.py): 5,000 training images, SGD.
-"digits" is the perceptron of lds.py. "speeches" is speeches-tiny with 1,000 windows, and "resnet" a
-residual network (GroupNorm, 0.08M parameters) on 2,000 images of CIFAR-10: isokron's methods alone,
-since lds_peers.py makes perceptrons. Models are retrained on random halves of the examples,
-`repeats` per half with seeds of their own; LDS is the mean over queries (the first test images) of
-Spearman's ρ between summed scores of the halves and minus the mean losses of their models, ± its
-standard error over queries. All methods have the same model, halves, queries and losses.
+"digits" is the perceptron of lds.py. "speeches" is speeches-tiny (a byte transformer of 0.14M
+parameters) with 1,000 windows, and "resnet" a residual network (GroupNorm, 0.08M parameters) on
+2,000 images of CIFAR-10. Models are retrained on random halves of the examples, `repeats` per half
+with seeds of their own; LDS is the mean over queries (the first test examples) of Spearman's ρ
+between summed scores of the halves and minus the mean losses of their models, ± its standard error
+over queries. All methods have the same model, halves, queries and losses. The most expensive
+methods score only the first queries of a setting.
 
 FOLDER is where a peer was installed by `pip install --target`; it runs by lds_peers.py. Seconds are
 CPU time of one thread, from the trained model to the scores of all queries; bytes are what a method
@@ -41,8 +42,10 @@ from packaged_data import CACHE, image_task
 from records import Records
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from timing import conditions
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import SGD, Optimizer
 
 import isokron
@@ -50,24 +53,33 @@ from isokron.attribution import Attributor, Query
 from isokron.attribution.evaluate import lds_by_query, retrain, subsets
 from isokron.attribution.unroll import TrainingRun
 from isokron.optim.functional_step import FunctionalStep
-from isokron.tasks import Examples, Shown, Task
+from isokron.tasks import Batch, Examples, Shown, Task
 
-BATCH, SCORED = 64, 500  # images of a training batch, and of a batch while scoring
+BATCH, SCORED = 64, 500  # examples of a training batch, and of a batch while scoring
 CHECKPOINTS = 5  # evenly spaced, the last at the end
 SEEDS = 5  # models that differ in their seeds only
-UNROLLED = 20  # queries of the unrolled run, which are reversed one by one
 HALF_MODELS = 10  # for TRAK, on halves that LDS does not use
 DAMPINGS = (0.03, 0.1, 0.3, 1.0)
 REFINED = "EK-FAC, exact Fisher, refine 10"
 HESSIAN = "dattri influence by CG, regularization 0.1"
 TRAK = "dattri TRAK, 10 models"
+COMPARED = ("K-FAC", "EK-FAC", "gradients", TRAK)  # beside methods that score few queries
+KRONFLUENCE = "kronfluence EK-FAC, empirical, damping 0.1 of the mean"
 PAIRS = (  # whose LDS are compared query by query
-    ("EK-FAC", "kronfluence EK-FAC, empirical, damping 0.1 of the mean"),
+    ("EK-FAC", KRONFLUENCE),
     ("K-FAC", "EK-FAC"),
+    ("K-FAC", "gradients, 5 checkpoints"),
+    ("EK-FAC", "gradients"),
     ("EK-FAC, exact Fisher", "EK-FAC"),
+    ("EK-FAC, sampled Fisher", "EK-FAC"),
+    ("EK-FAC, embeddings too", "EK-FAC"),
     (REFINED, "EK-FAC, exact Fisher"),
+    ("EK-FAC, sampled Fisher, refine 10", "EK-FAC, sampled Fisher"),
     (REFINED, HESSIAN),
+    ("unrolled", "EK-FAC"),
+    ("dattri TRAK, 1 model", "EK-FAC"),
     (TRAK, "EK-FAC"),
+    (TRAK, "K-FAC"),
     (TRAK, "5 seeds, damping 0.1"),
     ("5 seeds, damping 0.1", "1 seed, damping 0.1"),
     ("3 checkpoints, damping 0.1", "1 seed, damping 0.1"),
@@ -77,12 +89,20 @@ Weights = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Setting:
-    """A task, how its models are trained, and how many of them for every subset."""
+    """A task, how its models are trained, and how many of them for every subset.
+
+    fisher: of the model's own labels: "exact" takes a backward pass for every label, "sampled" one.
+    refined, unrolled: number of queries of `refine` and of the unrolled run, None for all; both
+        cost several passes over the data for every query.
+    """
 
     task: Callable[[], Task]
     optimizer: Callable[[nn.Module], Optimizer]
     epochs: int
     repeats: int
+    fisher: str = "exact"
+    refined: int | None = None
+    unrolled: int = 20
 
 
 class Residual(nn.Module):
@@ -131,11 +151,21 @@ SETTINGS = {
         lambda: unroll.loaded(unroll.CASES["speeches"]),
         lambda m: isokron.AdamW(m.named_parameters(), 3e-3),
         10,
-        2,
+        1,
+        fisher="sampled",
+        refined=10,
+        unrolled=5,
     ),
-    "resnet": Setting(cifar10, lambda m: isokron.AdamW(m.named_parameters(), 3e-3), 20, 1),
+    "resnet": Setting(
+        cifar10,
+        lambda m: isokron.AdamW(m.named_parameters(), 3e-3),
+        20,
+        1,
+        refined=10,
+        unrolled=5,
+    ),
 }
-WITH_PEERS = ("logistic", "mlp", "digits")
+PERCEPTRONS, LARGER = ("logistic", "mlp", "digits"), ("speeches", "resnet")
 
 
 class Result(NamedTuple):
@@ -208,12 +238,12 @@ class Study:
         model.load_state_dict(weights)
         return model.eval()
 
-    def attributor(self, model: nn.Module) -> Attributor:
+    def attributor(self, model: nn.Module, layers: str | None = None) -> Attributor:
         folder = tempfile.mkdtemp()
-        return Attributor(folder, model, task=self.task, batch_size=SCORED, layers="*")
+        return Attributor(folder, model, task=self.task, batch_size=SCORED, layers=layers)
 
-    def scored(self, attributor: Attributor, **options: Any) -> Tensor:
-        scores = attributor.score(self.queries, save=False, **options)
+    def scored(self, attributor: Attributor, count: int | None = None, **options: Any) -> Tensor:
+        scores = attributor.score(self.queries[:count], save=False, **options)
         return scores.as_subclass(Tensor).clone()
 
     def quality(self, result: Result) -> dict[str, Any]:
@@ -257,9 +287,15 @@ def by_checkpoints(study: Study) -> tuple[Tensor, int]:
 
 
 def by_curvature(
-    study: Study, method: str, fisher: str, *, store: bool = False, **options: Any
+    study: Study,
+    method: str,
+    fisher: str,
+    *,
+    layers: str | None = None,
+    store: bool = False,
+    **options: Any,
 ) -> tuple[Tensor, int]:
-    attributor = study.attributor(study.model).fit(method, fisher=fisher)
+    attributor = study.attributor(study.model, layers).fit(method, fisher=fisher)
     if store:
         attributor.build()
         print(f"the store's dimension: {attributor.folder.stage('build')}", flush=True)
@@ -272,16 +308,32 @@ def by_optimizer(study: Study) -> tuple[Tensor, int]:
     return study.scored(attributor), stored_bytes(attributor)
 
 
-METHODS: dict[str, Callable[[Study], tuple[Tensor, int]]] = {
-    "gradients": by_gradients,
-    "gradients, 5 checkpoints": by_checkpoints,
-    "K-FAC": partial(by_curvature, method="kfac", fisher="empirical"),
-    "K-FAC, exact Fisher": partial(by_curvature, method="kfac", fisher="exact"),
-    "K-FAC, store": partial(by_curvature, method="kfac", fisher="empirical", store=True),
-    "EK-FAC": partial(by_curvature, method="ekfac", fisher="empirical"),
-    "EK-FAC, exact Fisher": partial(by_curvature, method="ekfac", fisher="exact"),
-    REFINED: partial(by_curvature, method="ekfac", fisher="exact", refine=10),
-}
+Compute = Callable[[Study], tuple[Tensor, int]]
+
+
+def methods_of(name: str) -> dict[str, Compute]:
+    """isokron's methods for a setting, without the unrolled run."""
+    setting = SETTINGS[name]
+    fisher = setting.fisher
+    kfac = partial(by_curvature, method="kfac")
+    ekfac = partial(by_curvature, method="ekfac")
+    methods: dict[str, Compute] = {
+        "gradients": by_gradients,
+        "gradients, 5 checkpoints": by_checkpoints,
+        "K-FAC": partial(kfac, fisher="empirical"),
+        f"K-FAC, {fisher} Fisher": partial(kfac, fisher=fisher),
+        "K-FAC, store": partial(kfac, fisher="empirical", store=True),
+        "EK-FAC": partial(ekfac, fisher="empirical"),
+        f"EK-FAC, {fisher} Fisher": partial(ekfac, fisher=fisher),
+        f"EK-FAC, {fisher} Fisher, refine 10": partial(
+            ekfac, fisher=fisher, refine=10, count=setting.refined
+        ),
+    }
+    if name in ("digits", *LARGER):  # trained by AdamW
+        methods["AdamW's second moments"] = by_optimizer
+    if name == "speeches":  # by default embeddings are left out
+        methods["EK-FAC, embeddings too"] = partial(ekfac, fisher="empirical", layers="*")
+    return methods
 
 
 def by_unrolling(study: Study) -> tuple[Tensor, int]:
@@ -292,7 +344,13 @@ def by_unrolling(study: Study) -> tuple[Tensor, int]:
     functional = FunctionalStep(setting.optimizer(model), dict(model.named_parameters()))
     count = len(task.train)
     order = [b for _ in range(setting.epochs) for b in torch.randperm(count).split(BATCH)]
-    loss = losses_of(model)
+    bound = unroll.Losses(model, task)
+
+    def loss(params: Weights, batch: Any) -> Tensor:
+        weights = {f"model.{name}": param for name, param in params.items()}
+        with sdpa_kernel(SDPBackend.MATH):  # fused attention has no second derivative
+            losses: Tensor = functional_call(bound, weights, (batch,))
+        return losses
 
     def step(params: Any, state: Any, batch: Any, weights: Tensor) -> tuple[Any, Any]:
         losses, recorded = loss(params, batch), weights.requires_grad
@@ -307,42 +365,40 @@ def by_unrolling(study: Study) -> tuple[Tensor, int]:
     params = {name: param.detach().clone() for name, param in model.named_parameters()}
     state = {"optimizer": functional.initial_state(params), "step": torch.tensor(0)}
     run = TrainingRun(step, params, state, task.train.batch, order, count)
-    asked = tuple(part[:UNROLLED] for part in study.asked)
+    asked = tuple(part[: setting.unrolled] for part in study.asked)
     return run.scores(lambda params: loss(params, asked)), 0
 
 
-def losses_of(model: nn.Module) -> Callable[[Weights, Any], Tensor]:
-    """Losses of a batch as a function of the parameters."""
-
-    def losses(params: Weights, batch: Any) -> Tensor:
-        inputs, labels = batch
-        logits = functional_call(model, params, (inputs,))
-        return nn.functional.cross_entropy(logits, labels, reduction="none")
-
-    return losses
+def inputs_and_targets(study: Study, examples: Batch) -> tuple[Tensor, Tensor]:
+    """What the model is called with, and the classes it should predict."""
+    first, second = examples
+    if study.name == "speeches":  # windows of bytes, and the numbers of their speeches
+        return first[:, :-1].long(), first[:, 1:].long()
+    return first, second
 
 
 def run_peer(study: Study, peer: str, installed: str) -> dict[str, Result]:
     """All methods of a library, in a process of its own."""
-    halves = subsets(HALF_MODELS, len(study.task.train), seed=1)
     models = [study.model]
-    models += [
-        study.at(study.trained(100 + number, half)["checkpoints"][-1])
-        for number, half in enumerate(halves)
-    ]
+    if peer == "dattri":  # TRAK averages over models of other halves
+        halves = subsets(HALF_MODELS, len(study.task.train), seed=1)
+        models += [
+            study.at(study.trained(100 + number, half)["checkpoints"][-1])
+            for number, half in enumerate(halves)
+        ]
     tensors: dict[str, Tensor] = {}
     for part, examples in (("train", study.task.train.tensors), ("query", study.asked)):
-        tensors |= {f"{part}.x": examples[0].flatten(1).contiguous(), f"{part}.y": examples[1]}
+        inputs, targets = inputs_and_targets(study, examples)
+        tensors |= {f"{part}.x": inputs.contiguous(), f"{part}.y": targets.contiguous()}
     for number, model in enumerate(models):
-        layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
-        for place, layer in enumerate(layers):
-            tensors |= {f"{number}.{place}.{k}": v for k, v in layer.state_dict().items()}
-    inputs, outputs = (study.folder / f"{peer}.{part}" for part in ("inputs", "outputs"))
+        tensors |= {f"{number}.{k}": v.contiguous() for k, v in model.state_dict().items()}
+    given, outputs = (study.folder / f"{peer}.{part}" for part in ("inputs", "outputs"))
     if not outputs.exists():
-        save_file(tensors, inputs)
+        save_file(tensors, given)
         program = Path(__file__).with_name("lds_peers.py")
-        environment = {**os.environ, "PYTHONPATH": installed}
-        command = [sys.executable, str(program), peer, str(inputs), str(outputs)]
+        paths = (installed, os.environ.get("PYTHONPATH", ""))
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        command = [sys.executable, str(program), peer, study.name, str(given), str(outputs)]
         ended = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True)
         if ended.returncode:
             raise RuntimeError(f"{peer} failed:\n{ended.stderr[-2000:]}")
@@ -398,7 +454,7 @@ def tables() -> list[str]:
         return f"{run['lds']:.3f} ± {run['error']:.3f}"
 
     lines = list[str]()
-    for settings in (WITH_PEERS, ("speeches", "resnet")):
+    for settings in (PERCEPTRONS, LARGER):
         columns = (*settings, "seconds", "MB")
         lines += ["", f"| | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
         for name in (name for name in by_name if ", damping" not in name or "kron" in name):
@@ -414,23 +470,47 @@ def tables() -> list[str]:
         lines += [line] if line not in lines else []
     lines += ["", "| unrolled and others, its queries | LDS |", "|---|---|"]
     for setting, run in by_name["unrolled"].items():
-        asked = len(run["by_query"])
-        compared = ("unrolled", "K-FAC", "EK-FAC", REFINED, HESSIAN)
-        values = [torch.tensor(by_name[name][setting]["by_query"][:asked]) for name in compared]
-        shown = " | ".join(f"{x.mean():.3f} ± {x.std() / asked**0.5:.3f}" for x in values)
-        lines.append(f"| {setting} | {shown} | {run['seconds']:.0f} |")
-    lines += ["", "| difference | logistic | mlp | digits |", "|---" * 4 + "|"]
+        if setting in PERCEPTRONS:
+            compared = ("unrolled", "K-FAC", "EK-FAC", REFINED, HESSIAN)
+            shown = " | ".join(first_queries(by_name, setting, compared, len(run["by_query"])))
+            lines.append(f"| {setting} | {shown} | {run['seconds']:.0f} |")
+    lines += ["", "| first queries | LDS | " + " | ".join(COMPARED) + " | seconds |"]
+    lines += ["|---" * (3 + len(COMPARED)) + "|"]
+    for name, by_setting in by_name.items():
+        for setting in LARGER:
+            run = by_setting.get(setting, {})
+            asked = len(run.get("by_query", ()))
+            if 0 < asked < run["queries"]:
+                shown = " | ".join(first_queries(by_name, setting, (name, *COMPARED), asked))
+                label = f"{setting}, {name}, {asked} queries"
+                lines.append(f"| {label} | {shown} | {run['seconds']:.0f} |")
+    lines += ["", f"| difference | {' | '.join(SETTINGS)} |", "|---" * (1 + len(SETTINGS)) + "|"]
     for one, other in PAIRS:
         gains = []
-        for setting in WITH_PEERS:
-            pair = [by_name[name].get(setting, {}).get("by_query") for name in (one, other)]
-            if None in pair:
+        for setting in SETTINGS:
+            pair = [
+                by_name.get(name, {}).get(setting, {}).get("by_query", ()) for name in (one, other)
+            ]
+            asked = min(len(pair[0]), len(pair[1]))  # some methods score the first queries only
+            if not asked:
                 gains.append("–")
                 continue
-            gain = torch.tensor(pair[0]) - torch.tensor(pair[1])
-            gains.append(f"{gain.mean():+.3f} ± {gain.std() / len(gain) ** 0.5:.3f}")
+            gain = torch.tensor(pair[0][:asked]) - torch.tensor(pair[1][:asked])
+            gains.append(f"{gain.mean():+.3f} ± {gain.std() / asked**0.5:.3f}")
         lines.append(f"| {one} − {other} | {' | '.join(gains)} |")
     return lines
+
+
+def first_queries(
+    by_name: dict[str, dict[str, dict[str, Any]]], setting: str, names: Iterable[str], asked: int
+) -> list[str]:
+    """LDS of the first queries by method."""
+    cells = []
+    for name in names:
+        values = torch.tensor(by_name.get(name, {}).get(setting, {}).get("by_query", ())[:asked])
+        error = values.std() / asked**0.5 if len(values) else 0
+        cells.append(f"{values.mean():.3f} ± {error:.3f}" if len(values) else "–")
+    return cells
 
 
 def main() -> None:
@@ -452,9 +532,9 @@ def main() -> None:
     for name in names:
         study = Study(name, args.subsets, args.queries)
         key = {"setting": name, "subsets": args.subsets, "queries": args.queries}
-        methods = dict(METHODS)
-        if name == "digits":
-            methods["AdamW's second moments"] = by_optimizer
+        # settings are run on different machines
+        records.facts.setdefault("machines", {}).setdefault(name, conditions())
+        methods = methods_of(name)
         if args.unroll:
             methods["unrolled"] = by_unrolling
         for method, compute in methods.items():
