@@ -64,10 +64,15 @@ REFINED = "EK-FAC, exact Fisher, refine 10"
 HESSIAN = "dattri influence by CG, regularization 0.1"
 TRAK = "dattri TRAK, 10 models"
 COMPARED = ("K-FAC", "EK-FAC", "gradients", TRAK)  # beside methods that score few queries
+WITHOUT_NORMS = "EK-FAC, without norms"
 KRONFLUENCE = "kronfluence EK-FAC, empirical, damping 0.1 of the mean"
 PAIRS = (  # whose LDS are compared query by query
     ("EK-FAC", KRONFLUENCE),
+    (WITHOUT_NORMS, KRONFLUENCE),
+    ("kronfluence EK-FAC, sampled, damping 1e-8", "EK-FAC"),
     ("K-FAC", "EK-FAC"),
+    ("K-FAC, store", "K-FAC"),
+    ("AdamW's second moments", "gradients"),
     ("K-FAC", "gradients, 5 checkpoints"),
     ("EK-FAC", "gradients"),
     ("EK-FAC, exact Fisher", "EK-FAC"),
@@ -165,6 +170,8 @@ SETTINGS = {
         unrolled=5,
     ),
 }
+# patterns that leave out norms, as kronfluence does
+NORMS = {"speeches": "!*norm", "resnet": "!1,!*.body.1,!*.body.4"}
 PERCEPTRONS, LARGER = ("logistic", "mlp", "digits"), ("speeches", "resnet")
 
 
@@ -331,6 +338,8 @@ def methods_of(name: str) -> dict[str, Compute]:
     }
     if name in ("digits", *LARGER):  # trained by AdamW
         methods["AdamW's second moments"] = by_optimizer
+    if name in NORMS:
+        methods[WITHOUT_NORMS] = partial(ekfac, fisher="empirical", layers=NORMS[name])
     if name == "speeches":  # by default embeddings are left out
         methods["EK-FAC, embeddings too"] = partial(ekfac, fisher="empirical", layers="*")
     return methods
