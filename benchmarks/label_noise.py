@@ -1,16 +1,17 @@
 """Which training labels are wrong? Rankings compared on labels by humans (CIFAR-10N).
 
-    python benchmarks/label_noise.py [--noise aggre_label,worse_label] [--optimizers adamw,soap]
-        [--seeds 3]
+    python benchmarks/label_noise.py [--noise aggre_label,random_label1,worse_label]
+        [--optimizers adamw,soap] [--seeds 3]
 
 A seed draws 4,800 training images of CIFAR-10 and the initial weights of a small ConvNet, which is
 trained on the human labels for 10 epochs with random flips, one thread. Every ranking gives each
 training example a number that should be larger for wrong labels; AUC is its area under the ROC
 curve, recall the share of the wrong labels among as many top examples as there are wrong labels.
-Out-of-fold rankings train three more models on two thirds each, with AdamW only. Seconds are CPU
-seconds after training, shared passes counted for every ranking that needs them. Runs are in
-docs/benchmarks/label_noise.json, written after each; what is there is not trained again. Prints
-the tables of docs/label_noise.md: means, and standard errors over seeds.
+Out-of-fold rankings train three more models on two thirds each, with AdamW only; cleanlab ranks by
+their probabilities. Seconds are CPU seconds after training, shared passes counted for every ranking
+that needs them. Runs are in docs/benchmarks/label_noise.json, written after each; what is there is
+not trained again. Prints tables of all rankings (docs/label_noise.md has the main ones): means, and
+standard errors over seeds. Needs cleanlab.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ IMAGES, EPOCHS, BATCH, FOLDS = 4_800, 10, 64, 3  # folds and epochs are whole ba
 CLEAN, TEST = 200, 2_000  # test images: queries with right labels, and those for the accuracy
 WIDTHS = (16, 32, 64, 64)  # of the ConvNet
 CHECKPOINTS = (4, 7)  # epochs; the third checkpoint is the final model
+NOISES = ("aggre_label", "random_label1", "worse_label")  # 9, 17 and 40 % wrong
 FACTS = ("accuracy", "right_fitted", "wrong_fitted", "train_seconds")
 OPTIMIZERS = {"adamw": (isokron.AdamW, 3e-3), "soap": (isokron.SOAP, 1e-3)}
 
@@ -140,8 +142,11 @@ def rank_by_outputs(problem: Problem, trained: Trained, rankings: Rankings) -> N
     rankings.add("margin, mean over epochs", mean_margin, 0)
 
 
-def rank_out_of_fold(problem: Problem, rankings: Rankings) -> None:
-    """Probabilities by models that were not trained on the example (Northcutt, 1911.00068)."""
+def rank_out_of_fold(problem: Problem, rankings: Rankings) -> list[int]:
+    """Probabilities by models that were not trained on the example (Northcutt, 1911.00068).
+
+    Returns how many labels cleanlab calls wrong, and how many of them are.
+    """
     images, labels = problem.images, problem.labels
 
     def probabilities() -> Tensor:
@@ -161,6 +166,37 @@ def rank_out_of_fold(problem: Problem, rankings: Rankings) -> None:
     thresholds = torch.stack([p[labels == c, c].mean() for c in range(10)])
     rankings.add("out-of-fold, less class thresholds", -(p - thresholds)[label], seconds)
     rankings.add("out-of-fold margin", margins(p, labels), seconds)
+    return rank_by_cleanlab(p, labels, rankings, seconds)
+
+
+def rank_by_cleanlab(p: Tensor, labels: Tensor, rankings: Rankings, spent: float) -> list[int]:
+    """cleanlab's own scores of out-of-fold probabilities [N, 10], which took `spent` seconds."""
+    import cleanlab.filter  # type: ignore[import-not-found, unused-ignore]
+    import cleanlab.rank  # type: ignore[import-not-found, unused-ignore]
+
+    arrays = labels.numpy(), p.double().numpy()
+
+    def quality(method: str, adjusted: bool) -> Tensor:
+        score = cleanlab.rank.get_label_quality_scores
+        return torch.as_tensor(score(*arrays, method=method, adjust_pred_probs=adjusted))
+
+    for method, adjusted in (
+        ("self_confidence", False),
+        ("self_confidence", True),
+        ("normalized_margin", False),
+        ("normalized_margin", True),
+        ("confidence_weighted_entropy", False),  # cleanlab cannot adjust it
+    ):
+        values, seconds = timed(partial(quality, method, adjusted))
+        name = f"cleanlab, {method.replace('_', ' ')}{', adjusted' if adjusted else ''}"
+        rankings.add(name, -values, spent + seconds)
+    start = time.process_time()
+    issues = torch.as_tensor(cleanlab.filter.find_label_issues(*arrays, n_jobs=1))
+    seconds = time.process_time() - start
+    # what it calls wrong first, then the others; quality is in 0..1
+    listed = issues.double() - quality("self_confidence", adjusted=False)
+    rankings.add("cleanlab, find_label_issues first", listed, spent + seconds)
+    return [int(issues.sum()), int((issues & rankings.wrong).sum())]
 
 
 def rank_by_influence(problem: Problem, trained: Trained, rankings: Rankings) -> None:
@@ -229,7 +265,7 @@ def measure(noise: str, optimizer: str, seed: int) -> dict[str, Any]:
     guesses = predict(trained.model, test_images[CLEAN:]).argmax(1)
     accuracy = float((guesses == test_labels[CLEAN:]).double().mean())
     fitted = predict(trained.model, problem.images).argmax(1) == labels
-    rankings = Rankings(wrong)
+    rankings, issues = Rankings(wrong), list[int]()
     rank_by_outputs(problem, trained, rankings)
     rank_by_influence(problem, trained, rankings)
     rankings.add_mean(
@@ -238,7 +274,7 @@ def measure(noise: str, optimizer: str, seed: int) -> dict[str, Any]:
         "harm to clean examples, EK-FAC",
     )
     if optimizer == "adamw":
-        rank_out_of_fold(problem, rankings)
+        issues = rank_out_of_fold(problem, rankings)
         rankings.add_mean(
             "ranks of out-of-fold and harm, EK-FAC",
             "out-of-fold self-confidence",
@@ -253,21 +289,27 @@ def measure(noise: str, optimizer: str, seed: int) -> dict[str, Any]:
     memorized = {"right_fitted": float(fitted[~wrong].double().mean())}
     memorized["wrong_fitted"] = float(fitted[wrong].double().mean())
     facts = {"wrong": int(wrong.sum()), "accuracy": accuracy, "train_seconds": round(seconds, 1)}
-    return {**facts, **memorized, "rankings": rankings.results}
+    called_wrong = {"cleanlab_issues": issues} if issues else {}
+    return {**facts, **memorized, **called_wrong, "rankings": rankings.results}
 
 
 def tables() -> list[str]:
     """For every optimizer a Markdown table: AUC, its gain over the loss, recall, seconds."""
     records, lines = Records("label_noise"), []
-    noises = list(dict.fromkeys(run["noise"] for run in records.runs))
     for optimizer in dict.fromkeys(run["optimizer"] for run in records.runs):
-        groups = [records.select(noise=noise, optimizer=optimizer) for noise in noises]
+        groups = [records.select(noise=noise, optimizer=optimizer) for noise in NOISES]
         groups = [runs for runs in groups if runs]
         heads = []
         for runs in groups:
             mean = {key: mean_and_error([run[key] for run in runs]) for key in FACTS}
             share = f"{statistics.mean(run['wrong'] for run in runs) / IMAGES:.0%} wrong"
             lines.append(f"{optimizer}, {share}, {len(runs)} seeds: {mean}")
+            lists = [run["cleanlab_issues"] for run in runs if "cleanlab_issues" in run]
+            if lists:
+                called, right = (statistics.mean(counts) for counts in zip(*lists, strict=True))
+                total = statistics.mean(run["wrong"] for run in runs)
+                found = f"{right / called:.3f} of them are, {right / total:.3f} of all wrong labels"
+                lines.append(f"cleanlab calls {called:.1f} labels wrong: {found}")
             heads += [f"{share}: AUC", "less the loss's", "recall"]
         lines.append(f"| ranking | {' | '.join(heads)} | seconds |")
         lines.append("|---" * (len(heads) + 2) + "|")
@@ -307,7 +349,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--noise", default="aggre_label,worse_label")
+    parser.add_argument("--noise", default=",".join(NOISES))
     parser.add_argument("--optimizers", default=",".join(OPTIMIZERS))
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
