@@ -43,6 +43,7 @@ from transformers.utils.logging import disable_progress_bar
 from isokron import Attributor
 from isokron.attribution import Query, read_queries
 from isokron.attribution.data import hash_of
+from isokron.attribution.score import exact_scores
 from isokron.files import check_same, write_atomically, write_json
 from isokron.report.attribution import write_report
 from isokron.tasks import Examples, Shown, Task
@@ -324,6 +325,22 @@ class Study:
         path = self.folder / "attribution" / "scores" / "questions.safetensors"
         return {"ranks": self.ranks(load_file(path)["scores"].abs())}
 
+    def by_token(self) -> dict[str, Any]:
+        """Ranks by the largest score of a token, and by the sum of the positive ones.
+
+        A passage's score is the sum over its tokens, some of which may oppose the answer.
+        """
+        run, queries = self.attributor("attribution", None)
+        gradients, subject = run.exact.gradients(queries, 0.1), run.exact.subject
+        largest = torch.zeros(len(queries), len(self.documents))
+        positive = torch.zeros_like(largest)
+        for numbers in subject.data.plan():
+            batch = subject.batch(numbers)
+            scores = exact_scores(subject, [batch], gradients, tokens=True).scores  # [Q, n, tokens]
+            largest[:, numbers] = scores.amax(2)
+            positive[:, numbers] = scores.clamp_min(0).sum(2)
+        return {"largest token": self.ranks(largest), "positive tokens": self.ranks(positive)}
+
     @torch.no_grad()
     def answer_losses(self) -> dict[str, Any]:
         """The loss of the answer, one token, in every wording: near 0 where it is memorized."""
@@ -399,6 +416,8 @@ def ranks_by_method(study: Study) -> dict[str, list[list[int | None]]]:
     ranks = {"isokron, default": stage("explanation", study.explain)["ranks"]}
     print(f"page: {study.write_page()}", flush=True)  # before the methods it is compared with
     ranks["isokron, absolute value"] = stage("magnitude", study.by_magnitude)["ranks"]
+    by_token = stage("tokens", study.by_token)
+    ranks |= {f"isokron, {key}": by_token[key] for key in ("largest token", "positive tokens")}
     for answers, text in ((False, "question"), (True, "question and answer")):
         for name in ("BM25", "MiniLM"):
             search = partial(study.search, name, answers)
