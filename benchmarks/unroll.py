@@ -1,6 +1,6 @@
 """Unrolled influence against retraining with 1 % of the examples dropped, beside other scores.
 
-    python benchmarks/unroll.py [--cases digits,mnist] [--subsets 40] [--queries 20] [--skip-times]
+    python benchmarks/unroll.py [--cases digits,mnist] [--subsets 40] [--queries 20] [--skip times]
 
 The model of a task is trained once. For every subset it is trained again with the same seed, the
 same initial weights and the same batches, in which 1 % of the examples, drawn at random, have
@@ -12,8 +12,10 @@ standard error over queries. `error` is the relative error of predicted changes 
 "sensitivity" is the change of a loss if weights change by no more than 1e-6: where it is not far
 below the change by dropped examples, training amplifies rounding errors, and no score predicts it.
 
-Times are process times of one thread: of training as the command line does it, and of the
-derivative (the recomputed steps and their reversal, without the first training).
+Times are process times of one thread, medians of interleaved rounds: of training as the command
+line does it, and of the derivative (the recomputed steps and their reversal, without the first
+training) for one query, for the mean of all queries, and for every query. "kept" is one query with
+the graphs of all steps in memory: in the first call, whose memory is new, and in later calls.
 Results are kept in docs/benchmarks/unroll.json; what is there is not computed again.
 """
 
@@ -26,6 +28,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -151,20 +154,33 @@ class Study:
                 "gradients": gradients.scores(asked, 0.1, block=len(asked)).scores,
             }
 
-    def times(self) -> dict[str, float]:
-        """Seconds of training, and of the derivative for one query and for all."""
-        run = self.run()
-        train = min(measured(self.train_plainly) for _ in range(3))
-        forward = min(measured(run.train) for _ in range(2))
-        segment = self.case.segment
-        one = measured(lambda: run.scores(lambda params: self.losses(params)[:1], segment=segment))
-        every = measured(lambda: self.unrolled)
-        return {
-            "train": train,
-            "functional": forward,
-            "unroll one": one - forward,
-            "unroll all": every - forward,
+    def times(self, rounds: int = 5) -> dict[str, Any]:
+        """Seconds of training, and of the derivative for one query, their mean, and all."""
+        run, segment = self.run(), self.case.segment
+
+        def one(params: Any) -> Tensor:
+            return self.losses(params)[:1]
+
+        def mean(params: Any) -> Tensor:
+            return self.losses(params).mean()[None]
+
+        contestants: dict[str, Callable[[], object]] = {
+            "train": self.train_plainly,
+            "functional": run.train,
+            "unroll one": lambda: run.scores(one, segment=segment),
+            "unroll mean": lambda: run.scores(mean, segment=segment),
+            "unroll all": lambda: run.scores(self.losses, segment=segment),
         }
+        turns = [{name: measured(f) for name, f in contestants.items()} for _ in range(rounds)]
+        seconds = {name: median(turn[name] for turn in turns) for name in contestants}
+        # last, since the memory that it frees is faster than new memory
+        first, *later = (
+            measured(lambda: run.scores(one, segment=self.case.steps)) for _ in range(rounds)
+        )
+        seconds |= {"kept first": first, "kept later": median(later)}
+        for name in seconds.keys() - {"train", "functional"}:
+            seconds[name] -= seconds["functional"]
+        return {**seconds, "conditions": conditions()}
 
     def train_plainly(self) -> None:
         """Train with the optimizer itself, as in a race."""
@@ -246,14 +262,16 @@ def tables() -> list[str]:
                  for name in ("unroll", "ekfac", "gradients")]  # fmt: skip
         lines.append(f"| {label}, {run['subsets']} subsets | {run['loss']:.4f} | "
                      f"{' | '.join(cells)} | {run['error']:.2f} |")  # fmt: skip
-    lines += ["", "| case | training | one query | each further query |", "|---|---|---|---|"]
+    lines += ["", "| case | training | one query | mean of queries | all | each further query "
+              "| graphs kept, first call | later calls |", "|---" * 8 + "|"]  # fmt: skip
     for run in records.select(kind="times"):
         case, train = CASES[run["case"]], run["train"]
-        further = (run["unroll all"] - run["unroll one"]) / (run["queries"] - 1)
-        cells = [f"{seconds:.2f} s, {seconds / train:.1f} trainings"
-                 for seconds in (run["unroll one"], further)]  # fmt: skip
-        lines.append(f"| {case.task}, {case.steps} steps of {case.optimizer}, lr {case.lr:g} "
-                     f"| {train:.2f} s | {' | '.join(cells)} |")  # fmt: skip
+        run["further"] = (run["unroll all"] - run["unroll one"]) / (run["queries"] - 1)
+        columns = ("unroll one", "unroll mean", "unroll all", "further", "kept first", "kept later")
+        cells = [f"{run[name]:.2f} s, {run[name] / train:.1f} trainings" if name in run else ""
+                 for name in columns]  # fmt: skip
+        label = f"{case.task}, {case.steps} steps of {case.optimizer}, lr {case.lr:g}"
+        lines.append(f"| {label}, {run['queries']} queries | {train:.2f} s | {' | '.join(cells)} |")
     return lines
 
 
@@ -264,7 +282,7 @@ def main() -> None:
     parser.add_argument("--cases", default="digits,mnist", help=f"of {', '.join(CASES)}")
     parser.add_argument("--subsets", type=int, default=40)
     parser.add_argument("--queries", type=int, default=20)
-    parser.add_argument("--skip-times", action="store_true")
+    parser.add_argument("--skip", choices=["times", "quality"], help="do not measure this")
     args = parser.parse_args()
     torch.set_num_threads(1)
     print(conditions())
@@ -272,8 +290,10 @@ def main() -> None:
     for name in args.cases.split(","):
         study = Study(name, args.queries, args.subsets)
         size = {"case": name, "queries": args.queries}
-        if not args.skip_times:
+        if args.skip != "times":
             records.once(study.times, **size, kind="times")
+        if args.skip == "quality":
+            continue
         quality = partial(evaluated, study, records, args.queries, args.subsets)
         records.once(quality, **size, kind="quality", subsets=args.subsets)
         records.once(study.sensitivity, **size, kind="sensitivity")
