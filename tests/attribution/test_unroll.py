@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import isokron
 from isokron import Attributor
-from isokron.attribution.evaluate import evaluate
+from isokron.attribution.evaluate import evaluate, spearman
 from isokron.attribution.task_run import task_run
 from isokron.attribution.unroll import TrainingRun
 from isokron.tasks import Examples, Task
@@ -375,8 +375,26 @@ def test_an_unrolled_run_is_evaluated_with_its_own_batches(tmp_path: Path) -> No
 
     results = evaluate(unrolled(tmp_path / "run"), unused, 4, models=12, fraction=0.95)
     assert results["same_batches"]
-    assert results["lds"].keys() == {"gradients", "unroll"}
+    assert results["lds"].keys() == {"gradients", "ekfac", "unroll"}
     assert results["lds"]["unroll"]["mean"] > 0.9
+
+
+def test_unrolled_scores_are_compared_with_ekfac_without_retraining(tmp_path: Path) -> None:
+    def unused(*_: Any) -> nn.Module:
+        raise AssertionError("nothing is retrained")
+
+    a = unrolled(tmp_path / "run")
+    results = evaluate(a, unused, 4, models=0)
+    assert results["lds"] == {}
+    assert results["agreement"].keys() == {"gradients", "ekfac"}
+    other = Attributor(tmp_path / "ekfac", a.subject.model, task=a.task).fit("ekfac")
+    assert a.task is not None
+    queries = [tuple(part[i] for part in a.task.held_out.tensors) for i in range(4)]
+    scores = [run.score(queries, save=False) for run in (other, a)]
+    expected = float(spearman(*scores).mean())
+    assert results["agreement"]["ekfac"]["mean"] == pytest.approx(expected, abs=1e-5)
+    with pytest.raises(ValueError, match="models must be at least 1 for a run that is not"):
+        evaluate(other, unused, 4, models=0)
 
 
 @pytest.mark.parametrize("name", ["adamw", "soap"])

@@ -267,9 +267,16 @@ def test_a_training_run_is_unrolled(isokron: Call, tmp_path: Path) -> None:
     code, out, err = isokron("evaluate", "run", *options)
     assert code == 0, err
     assert "unroll" in out
-    assert "Rank correlation" not in out
+    assert "Rank correlation of a store" not in out
+    assert "Rank correlation with unrolled scores" in out
     results = json.loads((tmp_path / "run" / "evaluation" / "evaluation.json").read_text())
     assert (results["fraction"], results["same_batches"]) == (0.9, True)
+    code, out, err = isokron("evaluate", "run", "--subsets", "0", "--queries", "2")
+    assert code == 0, err
+    assert "Linear" not in out
+    assert "ekfac" in out
+    one = ["--subsets", "1", "--queries", "2"]
+    fails(isokron("evaluate", "run", *one), 2, "--subsets must be at least 2, or 0 if unrolled")
     fails(isokron("build", "run"), 1, "has no gradients to store")
     fails(isokron("score", "run", "--self"), 1, "no self-influence")
 

@@ -224,7 +224,8 @@ def evaluate(
             for an unrolled run: its models are trained again with the same seed and the same
             batches, in which examples outside of the subset have weight 0.
         queries: number of evaluation examples to score.
-        models: number of random subsets to retrain on.
+        models: number of random subsets to retrain on. 0 for an unrolled run, whose scores are
+            then what gradients and EK-FAC are compared with, at the cost of a few trainings.
         fraction: fraction of the examples in a subset.
         dims: dimensions of stores whose scores are compared with exact ones.
         flipped: fraction of labels to flip; 0 skips this, and so do tasks without labels.
@@ -245,27 +246,36 @@ def evaluate(
     if isinstance(a.exact, UnrolledScorer):
         # there is no curvature to project, and no self-influence
         train, dims, flipped = a.exact.retrained, (), 0.0
+    elif not models:
+        raise ValueError("models must be at least 1 for a run that is not unrolled, got 0")
     size = min(task.batch_size, len(a.data))
     examples = Examples(a.data.batch(range(len(a.data))))
     scored = replace(task, train=examples, ids=a.data.ids, lengths=None, batch_size=size)
     # scores come first, so that errors show up before the hours of retraining
-    members = subsets(models, len(examples), fraction, seed)
+    members = subsets(models, len(examples), fraction, seed) if models else None
     batches = [task.held_out.batch(torch.tensor([number])) for number in range(queries)]
     asked = [Query(batch, (Shown(),), "") for batch in batches]
     gradients_only = ExactScorer(a.subject, lambda damping: None)
     block = a.memory_plan(queries=asked).block
     exact = a.exact.scores(asked, damping, block=block).scores
     gradients = gradients_only.scores(asked, damping, block=block).scores
-    scores = {"gradients": gradients, stage["method"]: exact}
+    scores = {"gradients": gradients}
+    if a.is_unrolled:
+        scores["ekfac"] = _ekfac_scores(a, scored, asked, damping, block)
+    agreement = {name: _summary(spearman(s, exact)) for name, s in scores.items()}
+    scores[stage["method"]] = exact
     by_dim = {
         str(dim): float(spearman(a.projected_scores(asked, dim, damping=damping), exact).mean())
         for dim in dims
     }
     folder = a.folder.path / "evaluation"
-    losses = retrain(
-        folder / "subsets", scored, train, members, batches, seed=seed, progress=progress
-    )
-    lds = {name: _summary(lds_by_query(s, members, losses)) for name, s in scores.items()}
+    folder.mkdir(exist_ok=True)
+    lds = {}
+    if members is not None:
+        losses = retrain(
+            folder / "subsets", scored, train, members, batches, seed=seed, progress=progress
+        )
+        lds = {name: _summary(lds_by_query(s, members, losses)) for name, s in scores.items()}
     aucs = None
     # a model trained on flipped labels has no optimizer to take curvature from
     if flipped and "optimizer" not in stage and label_column(scored) is not None:
@@ -273,13 +283,22 @@ def evaluate(
         find = partial(_mislabelled, a, scored, train, flipped, damping, seed)
         aucs = _computed_once(folder / "mislabelled.json", settings, find)
     results = {
-        **{"format": "isokron evaluation", "version": 3, "fit": stage, "damping": damping},
+        **{"format": "isokron evaluation", "version": 4, "fit": stage, "damping": damping},
         **{"seed": seed, "subsets": models, "fraction": fraction, "flipped": flipped},
         **{"examples": len(examples), "queries": queries, "same_batches": a.is_unrolled},
-        **{"lds": lds, "projected": by_dim, "mislabelled": aucs},
+        **{"lds": lds, "agreement": agreement, "projected": by_dim, "mislabelled": aucs},
     }
     write_json(folder / "evaluation.json", results)
     return results
+
+
+def _ekfac_scores(
+    a: "Attributor", task: Task, queries: Sequence[Query], damping: float, block: int
+) -> Tensor:
+    """Scores of a run's model with an EK-FAC that is fitted for them."""
+    with TemporaryDirectory() as folder:
+        run = type(a)(folder, a.subject.model, task=task, layers=a.patterns).fit("ekfac")
+        return run.exact.scores(queries, damping, block=block).scores
 
 
 def _mislabelled(

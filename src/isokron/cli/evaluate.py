@@ -14,7 +14,9 @@ from isokron.cli.terminal import Display
 
 def evaluate(
     run: RunFolder,
-    subsets: Annotated[int, typer.Option(help="Number of models to retrain.", min=2)] = 20,
+    subsets: Annotated[
+        int, typer.Option(help="Number of models to retrain; 0, if unrolled: none.", min=0)
+    ] = 20,
     queries: Annotated[int, typer.Option(help="Evaluation examples to score.", min=1)] = 20,
     fraction: Annotated[
         float, typer.Option(help="Fraction of the examples in a subset.", min=0, max=1)
@@ -29,11 +31,13 @@ def evaluate(
     Prints the linear datamodelling score (the rank correlation of predicted with actual losses of
     the retrained models), how well self-influence finds flipped labels, and how well projected
     scores agree with exact ones. A run of `--method unroll` is retrained with its own seed and
-    batches, in which examples outside of the subset have weight 0.
+    batches, in which examples outside of the subset have weight 0; its scores are also compared
+    with those of gradients and EK-FAC.
 
     Examples:
       isokron evaluate runs/digits --subsets 30
       isokron evaluate runs/unrolled --fraction 0.99
+      isokron evaluate runs/unrolled --subsets 0
     """
     from isokron.attribution.evaluate import evaluate as evaluate_scores
 
@@ -49,6 +53,8 @@ def evaluate(
         most = len(a.task.held_out)
         if queries > most:
             raise ValueError(f"--queries must be from 1 to the {most} of evaluation, got {queries}")
+        if subsets < 2 and not (a.is_unrolled and subsets == 0):
+            raise ValueError(f"--subsets must be at least 2, or 0 if unrolled, got {subsets}")
         settings: dict[str, Any] = {"models": subsets, "flipped": flipped, "seed": seed}
         settings["fraction"] = fraction
         with work():
@@ -59,9 +65,14 @@ def evaluate(
 
 def show(results: Mapping[str, Any]) -> None:
     """Print the results of `isokron evaluate`."""
-    echo("Linear datamodelling score, mean over queries ± standard error:")
-    for name, level in results["lds"].items():
-        echo(f"  {name:<28} {level['mean']:6.3f} ± {level['error']:.3f}")
+    headings = {"lds": "Linear datamodelling score"}
+    if results["same_batches"]:
+        headings["agreement"] = "Rank correlation with unrolled scores"
+    for key, heading in headings.items():
+        if results[key]:
+            echo(f"{heading}, mean over queries ± standard error:")
+        for name, level in results[key].items():
+            echo(f"  {name:<28} {level['mean']:6.3f} ± {level['error']:.3f}")
     if results["projected"]:
         levels = ", ".join(f"{dim}: {rho:.3f}" for dim, rho in results["projected"].items())
         echo(f"Rank correlation of a store's scores with exact ones, by dimension:\n  {levels}")
