@@ -294,12 +294,12 @@ def measure(noise: str, optimizer: str, seed: int) -> dict[str, Any]:
 
 
 def tables() -> list[str]:
-    """For every optimizer a Markdown table: AUC, its gain over the loss, recall, seconds."""
+    """For every optimizer two Markdown tables: AUC, its gain over the loss and seconds; recall."""
     records, lines = Records("label_noise"), []
     for optimizer in dict.fromkeys(run["optimizer"] for run in records.runs):
         groups = [records.select(noise=noise, optimizer=optimizer) for noise in NOISES]
         groups = [runs for runs in groups if runs]
-        heads = []
+        heads, shares = [], []
         for runs in groups:
             mean = {key: mean_and_error([run[key] for run in runs]) for key in FACTS}
             share = f"{statistics.mean(run['wrong'] for run in runs) / IMAGES:.0%} wrong"
@@ -310,12 +310,15 @@ def tables() -> list[str]:
                 total = statistics.mean(run["wrong"] for run in runs)
                 found = f"{right / called:.3f} of them are, {right / total:.3f} of all wrong labels"
                 lines.append(f"cleanlab calls {called:.1f} labels wrong: {found}")
-            heads += [f"{share}: AUC", "less the loss's", "recall"]
+            heads += [f"{share}: AUC", "less the loss's"]
+            shares.append(share)
         lines.append(f"| ranking | {' | '.join(heads)} | seconds |")
         lines.append("|---" * (len(heads) + 2) + "|")
         rows = []
+        recall_rows = []
         for name in groups[0][0]["rankings"]:
             cells: list[str] = []
+            recall_cells: list[str] = []
             levels: list[float] = []
             spent: list[float] = []
             for runs in groups:
@@ -323,12 +326,17 @@ def tables() -> list[str]:
                 aucs, recalls, seconds = zip(*results, strict=True)
                 # paired: rankings of a run share its images and its model
                 gains = [run["rankings"][name][0] - run["rankings"]["loss"][0] for run in runs]
-                cells += [mean_and_error(aucs), signed(gains), mean_and_error(recalls)]
+                cells += [mean_and_error(aucs), signed(gains)]
+                recall_cells.append(mean_and_error(recalls))
                 levels.append(statistics.mean(aucs))
                 spent += seconds
             row = f"| {name} | {' | '.join(cells)} | {statistics.mean(spent):.1f} |"
             rows.append((statistics.mean(levels), row))
+            recall_row = f"| {name} | {' | '.join(recall_cells)} |"
+            recall_rows.append((statistics.mean(levels), recall_row))
         lines += [row for _, row in sorted(rows, reverse=True)]
+        lines += [f"| recall | {' | '.join(shares)} |", "|---" * (len(shares) + 1) + "|"]
+        lines += [row for _, row in sorted(recall_rows, reverse=True)]
     return lines
 
 
