@@ -64,8 +64,8 @@ SCRIPTS = (
     Script("attribution", needs="isokron[hf]; bergson and kronfluence: --bergson, --kronfluence"),
     Script("learning_rate", needs="a download of SmolLM2-135M"),
     Script("language_models", needs="downloads of SmolLM2-135M and stories15M"),
-    Script("planted_facts", ("runs/planted_facts",), needs="a download of SmolLM2-135M"),
-    Script("label_noise", needs="a download of CIFAR-10N"),
+    Script("planted_facts", ("runs/planted_facts",), needs="gguf; a download of SmolLM2-135M"),
+    Script("label_noise", needs="a download of CIFAR-10N; cleanlab"),
     Script("long_races", ("run", "time", "table"), needs="downloads of enwik8, CIFAR-10, MNIST"),
 )
 # need arguments that only you know, or hardware: see their first lines
