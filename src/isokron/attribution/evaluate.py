@@ -259,10 +259,10 @@ def evaluate(
     block = a.memory_plan(queries=asked).block
     exact = a.exact.scores(asked, damping, block=block).scores
     gradients = gradients_only.scores(asked, damping, block=block).scores
-    scores = {"gradients": gradients}
+    scores, agreement = {"gradients": gradients}, {}
     if a.is_unrolled:
         scores["ekfac"] = _ekfac_scores(a, scored, asked, damping, block)
-    agreement = {name: _summary(spearman(s, exact)) for name, s in scores.items()}
+        agreement = {name: _summary(spearman(s, exact)) for name, s in scores.items()}
     scores[stage["method"]] = exact
     by_dim = {
         str(dim): float(spearman(a.projected_scores(asked, dim, damping=damping), exact).mean())

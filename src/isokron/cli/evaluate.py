@@ -65,9 +65,10 @@ def evaluate(
 
 def show(results: Mapping[str, Any]) -> None:
     """Print the results of `isokron evaluate`."""
-    headings = {"lds": "Linear datamodelling score"}
-    if results["same_batches"]:
-        headings["agreement"] = "Rank correlation with unrolled scores"
+    headings = {
+        "lds": "Linear datamodelling score",
+        "agreement": "Rank correlation with unrolled scores",
+    }
     for key, heading in headings.items():
         if results[key]:
             echo(f"{heading}, mean over queries ± standard error:")

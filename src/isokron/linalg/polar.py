@@ -93,8 +93,8 @@ def quickest(
     """The fastest method for matrices with rows ≤ cols, as measured by benchmarks/kernels.py."""
     if device.type != "cpu":
         return "symmetric" if rows >= GPU_SYMMETRIC and _by_triton(device, dtype) else "plain"
-    # both work on A, and amplify the rounding errors of its smallest eigenvalues by the squared
-    # slope at 0
+    # "eigh" and "gram" work on A, and amplify the rounding errors of its smallest eigenvalues by
+    # the squared slope at 0
     slope = math.prod([a for a, _, _ in triples])
     if slope**2 * torch.finfo(dtype).eps < 1:
         long = cols >= 2 * rows
