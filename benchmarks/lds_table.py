@@ -136,12 +136,10 @@ def resnet() -> nn.Module:
 
 def cifar10() -> Task:
     whole = image_task("cifar10")
-
-    def contiguous(examples: Examples, count: int) -> Examples:
-        """The first examples; forward derivatives of GroupNorm fail for channels-last images."""
-        return Examples(tuple(part[:count].contiguous() for part in examples.tensors))
-
-    train, evaluation = contiguous(whole.train, 2_000), contiguous(whole.held_out, IMAGES)
+    train, evaluation = (
+        Examples(tuple(part[:count] for part in examples.tensors))
+        for examples, count in ((whole.train, 2_000), (whole.held_out, IMAGES))
+    )
     return replace(whole, model=resnet, train=train, evaluation=evaluation)
 
 

@@ -61,6 +61,18 @@ class Convolution(nn.Module):
         return self.head(self.conv(x).tanh().flatten(1))
 
 
+class Normed(nn.Module):
+    """A GroupNorm, which torch cannot differentiate forward where inputs are channels-last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(2, 4, 2), nn.GroupNorm(2, 4), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.contiguous(memory_format=torch.channels_last)
+        return self.head(self.norm(self.conv(x)).tanh().flatten(1))
+
+
 @dataclass(frozen=True)
 class Poisson:
     """A likelihood of one's own: exp(y) − t·y summed over outputs, whose Hessian is diag(exp y)."""
@@ -99,6 +111,8 @@ def case(name: str) -> tuple[nn.Module, Any, Any, list[Layer]]:
         labels, pattern = torch.randint(0, 3, (6, 3)), "*,!attention.v"
     elif name == "convolution":
         model, x = Convolution(), torch.randn(6, 2, 3, 3, dtype=torch.float64)
+    elif name == "normed":
+        model, x = Normed(), torch.randn(6, 2, 3, 3, dtype=torch.float64)
     else:
         model = Twice()
         targets = torch.rand(6, 3, dtype=torch.float64)
@@ -155,7 +169,7 @@ def _place(layer: Layer, key: str) -> tuple[str, tuple[int, int] | None]:
     return f"{layer.name}.{key}", None
 
 
-CASES = ["tied", "twice", "attention", "convolution", "squared", "binary", "poisson"]
+CASES = ["tied", "twice", "attention", "convolution", "normed", "squared", "binary", "poisson"]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -62,7 +62,11 @@ class GaussNewton:
         terms = 0.0
         model = getattr(self.model, "_orig_mod", self.model)  # that torch.compile has wrapped
         paths = parameter_paths(model, self.layers)
-        with together(self.ranks, "products over the data"), unchanged(model), _plain_attention():
+        with (
+            together(self.ranks, "products over the data"),
+            unchanged(model),
+            _with_forward_derivatives(model),
+        ):
             for batch in self.batches:
                 with _named_errors():
                     terms += self._add_batch_(sums, model, paths, batch, vectors)
@@ -200,8 +204,13 @@ def _named_errors() -> Iterator[None]:
 
 
 @contextmanager
-def _plain_attention() -> Iterator[None]:
-    """Attention by operators that have forward derivatives, which fused kernels lack."""
+def _with_forward_derivatives(model: nn.Module) -> Iterator[None]:
+    """Attention and GroupNorm by operators that have forward derivatives.
+
+    Fused attention has none, and GroupNorm none for channels-last inputs.
+    """
+    norms = [module for module in model.modules() if isinstance(module, nn.GroupNorm)]
+    hooks = [norm.register_forward_pre_hook(_contiguous) for norm in norms]
     enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -209,3 +218,9 @@ def _plain_attention() -> Iterator[None]:
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(enabled)
+        for hook in hooks:
+            hook.remove()
+
+
+def _contiguous(norm: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(x.contiguous() for x in inputs)
