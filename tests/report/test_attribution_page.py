@@ -85,7 +85,7 @@ def test_header_tells_method_scoring_noise_damping_coverage_and_command(tmp_path
     assert "For 1 query, these of the 1,234 training examples in toy.jsonl" in exact
     assert "K-FAC, empirical Fisher" in exact
     assert "exact, without projection: 2 queries cost less than a store" in exact
-    assert "no projection noise: scores are exact" in exact
+    assert "Noise" not in exact
     assert "0.1 of each layer's mean eigenvalue" in exact
     assert "covers 106 of 135 M parameters; left out: lm_head, embed_tokens" in exact
     assert "2 layers left out lm_head 49,152 outputs, 28,311,552 parameters" in exact
