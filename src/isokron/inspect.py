@@ -20,8 +20,9 @@ from isokron.curvature.curvature import condition_number
 from isokron.curvature.fit import FISHERS, METHODS, SHARINGS
 from isokron.files import write_atomically
 from isokron.operators import woodbury_policy
+from isokron.optimizers_by_name import resolve
 from isokron.report.charts import COLOURS, Dots, Line, Plot, Row
-from isokron.report.render import MISSING, finite, memory, render
+from isokron.report.render import MISSING, finite, health_row, memory, render
 from isokron.tasks import Batch, Task
 from isokron.training import Progress, silent
 
@@ -47,8 +48,8 @@ class Setup:
 
     Args:
         task: the model, its data and its loss.
-        steps: AdamW steps before the fit; default: 200, or 0 with `weights`.
-        lr: learning rate of these steps.
+        steps: training steps before the fit; default: 200, or 0 with `weights`.
+        lr: learning rate of these steps; default: the middle of the optimizer's sweep in a race.
         seed: random seed of weights, batches and sampled labels.
         weights: a safetensors file with all of the model's weights.
         examples: training examples to fit on.
@@ -57,11 +58,12 @@ class Setup:
         sharing: as in `isokron.curvature.fit`.
         layers: patterns of layer names; default: all layers.
         damping: a multiple of each layer's mean eigenvalue.
+        optimizer: of these steps, as in a race.
     """
 
     task: Task
     steps: int | None = None
-    lr: float = 3e-3
+    lr: float | None = None
     seed: int = 0
     weights: Path | str | None = None
     examples: int = 512
@@ -70,10 +72,14 @@ class Setup:
     sharing: str = "expand"
     layers: Sequence[str] = ()
     damping: float = 0.1
+    optimizer: str = "adamw"
 
     def __post_init__(self) -> None:
         if self.steps is None:
             self.steps = 200 if self.weights is None else 0
+        self.entrant = resolve(self.optimizer)
+        if self.lr is None:
+            self.lr = self.entrant.lrs[len(self.entrant.lrs) // 2]
         rules = {
             "steps": (self.steps >= 0, "at least 0"),
             "examples": (self.examples >= 1, "at least 1"),
@@ -108,7 +114,8 @@ class Setup:
             "unit": self.task.unit,
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "weights": Path(self.weights).name if self.weights else f"made from seed {self.seed}",
-            "training": f"{self.steps} steps of AdamW" if self.steps else "none",
+            "training": f"{self.steps} steps of {self.optimizer}" if self.steps else "none",
+            "optimizer": self.optimizer if self.steps else "none",
             "learning rate": self.lr if self.steps else "none",
             "batch size": self.task.batch_size,
             **{x: getattr(self, x) for x in ("seed", "examples", "method", "fisher", "sharing")},
@@ -131,14 +138,14 @@ class Inspection:
     model_bytes: int  # of the parameters
     evaluation_loss: float
     notes: tuple[str, ...]  # on layers that were left out
+    statistics: list[dict[str, Any]]  # of the optimizer after the last step, if it has them
 
 
 def measure(setup: Setup, progress: Progress = silent) -> tuple[Inspection, Curvature]:
     """Train the model, fit its curvature, and compute the numbers of every layer."""
     model, task = setup.model, setup.task
     with torch.random.fork_rng(devices=[]):
-        if setup.steps:
-            training.train_(model, task, setup.steps, setup.lr, setup.seed, progress)
+        statistics = train_(setup, progress) if setup.steps else []
         selection, places, notes = usable_layers(setup)
         batches = ExampleBatches(setup, progress)
         options: Any = {"fisher": setup.fisher, "sharing": setup.sharing, "seed": setup.seed}
@@ -148,7 +155,23 @@ def measure(setup: Setup, progress: Progress = silent) -> tuple[Inspection, Curv
     facts = tuple(layer_facts(curvature, r, setup, places[r["layer"]]) for r in records)
     size = sum(parameter.nbytes for parameter in model.parameters())
     terms = int(records[0]["terms"])
-    return Inspection(setup.settings(), facts, terms, size, loss, notes), curvature
+    return Inspection(setup.settings(), facts, terms, size, loss, notes, statistics), curvature
+
+
+def train_(setup: Setup, progress: Progress) -> list[dict[str, Any]]:
+    """Train the model, and return `optimizer.statistics()`, [] if the optimizer has none."""
+    assert setup.steps is not None
+    assert setup.lr is not None
+    optimizer: Any = setup.entrant.build(setup.model, setup.lr)
+    statistics = getattr(optimizer, "statistics", list)
+    statistics()  # the first call turns recording on
+    arguments = (setup.model, setup.task, setup.steps, setup.lr, setup.seed, progress)
+    training.train_(*arguments, optimizer=optimizer)
+    numbers: list[dict[str, Any]] = statistics()
+    # averaged weights take the place of the last ones, and hooks leave the model
+    for method in ("eval", "close"):
+        getattr(optimizer, method, lambda: None)()
+    return numbers
 
 
 @dataclass
@@ -272,11 +295,11 @@ def write_report(result: Inspection, curvature: Curvature, folder: Path) -> None
 
 def page(result: Inspection) -> str:
     """The page as one self-contained HTML file."""
-    rows = [cells(facts) for facts in result.layers]
+    rows, s = [cells(facts) for facts in result.layers], result.settings
     return render(
         "inspect.html",
-        title=f"Curvature of {result.settings['task']}",
-        s=result.settings,
+        title=f"Curvature of {s['task']}",
+        s=s,
         result=result,
         sentences=texts(result),
         columns=list(rows[0]),
@@ -285,6 +308,7 @@ def page(result: Inspection) -> str:
         dots=ranks(result),
         conditions=conditions_by_damping(result),
         memory_by_examples=memory_by_examples(result),
+        health=[health_row(s["optimizer"], result.statistics)] if result.statistics else [],
         **{field: spectra(result, field) for field in SPECTRA},
     )
 

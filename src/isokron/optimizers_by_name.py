@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -105,7 +106,8 @@ def resolve(spec: str) -> Entrant:
             changes = {"layers": None, **({"policy": "dense"} if named else {})}
             patterns = [k for k, v in options.items() if isinstance(v, dict) and k in SHARED]
             unnamed = changes if takes_model else {key: SHARED[key] for key in patterns}
-            build(nn.Linear(2, 2), lrs[0], **unnamed)
+            with torch.random.fork_rng(devices=[]):
+                build(nn.Linear(2, 2), lrs[0], **unnamed)
             if options.get("fisher", "empirical") != "empirical":
                 raise ValueError("a race makes one backward pass a step; use fisher='empirical'")
         else:

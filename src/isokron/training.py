@@ -1,4 +1,4 @@
-"""Train a task's model with AdamW, or load its weights."""
+"""Train a task's model, or load its weights."""
 
 import hashlib
 import math
@@ -83,10 +83,14 @@ def train_(
     seed: int,
     progress: Progress = silent,
     examples: Tensor | Sequence[int] | None = None,
+    optimizer: Optimizer | None = None,
 ) -> None:
-    """Train with AdamW. examples: indices of the training examples to use; default: all."""
+    """Train the model.
+
+    examples: indices of the training examples to use; default: all. optimizer: default: AdamW.
+    """
     numbers = torch.as_tensor(range(len(task.train)) if examples is None else examples)
-    optimizer = make_optimizer(model, lr)
+    optimizer = optimizer or make_optimizer(model, lr)
     schedule = LambdaLR(optimizer, lambda step: warmup_cosine(step, steps))
     model.train()
     with torch.random.fork_rng(devices=[]):

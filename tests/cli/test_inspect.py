@@ -96,7 +96,7 @@ def test_an_inspection_prints_the_table_and_the_page_and_may_be_repeated(
     assert inside(*MINE, "--steps", "5")[0] == 0
     assert {p: p.read_bytes() for p in (tmp_path / "page").rglob("*") if p.is_file()} == files
     saved = json.loads((tmp_path / "page" / "inspect.json").read_text())
-    assert saved["settings"]["training"] == "5 steps of AdamW"
+    assert saved["settings"]["training"] == "5 steps of adamw"
 
 
 def test_one_that_is_interrupted_exits_130_without_a_page(processes, tmp_path):

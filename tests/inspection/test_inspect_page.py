@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from markupsafe import escape
 from rich.console import Console
 
 from html_page import HOSTILE, Page, opened
@@ -14,7 +15,9 @@ from isokron.curvature import Curvature
 from isokron.inspect import (
     RECORDS,
     SPARE,
+    Setup,
     conditions_by_damping,
+    measure,
     page,
     short_layers,
     table,
@@ -183,3 +186,22 @@ def test_page_works_in_a_browser_without_scrolling_sideways(reading, tmp_path, w
     assert "worst (" in readout
     assert browser.errors == []
     browser.close()
+
+
+@pytest.mark.parametrize(
+    "optimizer", ["soap", "natural", "muon(average='primal')", "torch.optim:SGD"]
+)
+def test_page_has_the_statistics_of_the_optimizer_that_trained(optimizer, regression, tmp_path):
+    setup = Setup(regression, steps=3, examples=20, optimizer=optimizer)
+    result, curvature = measure(setup)
+    assert not any(module._forward_hooks for module in setup.model.modules())
+    write_report(result, curvature, tmp_path)
+    saved = json.loads((tmp_path / RECORDS).read_text())
+    assert saved["settings"]["training"] == f"3 steps of {optimizer}"
+    row = f'<th scope="row">{escape(optimizer)}</th>'
+    if optimizer.startswith("torch"):
+        assert saved["statistics"] == []
+        assert row not in page(result)
+    else:
+        assert saved["statistics"][0]["update_rms"] > 0
+        assert row in page(result)

@@ -12,9 +12,11 @@ from isokron.cli.race import TASK
 from isokron.cli.terminal import Display, fitted_table, output
 
 STEPS = (
-    "Train this many steps with AdamW first, since an untrained model's curvature says little. "
+    "Train this many steps first, since an untrained model's curvature says little. "
     "Default: 200, or 0 with --weights."
 )
+LR = "Learning rate for --steps. Default: the middle of the optimizer's sweep in a race."
+OPTIMIZER = "Optimizer for --steps, as in a race; the page shows its statistics."
 WEIGHTS = "Safetensors file with all of the model's weights."
 LAYERS = "Patterns of layer names, such as 'blocks.*'. May be repeated. Default: all layers."
 DAMPING = "Damping of the condition numbers, as a multiple of each layer's mean eigenvalue."
@@ -25,7 +27,8 @@ def inspect(
     curvature: CurvatureOptions,
     task: Annotated[str, typer.Option(help=TASK)] = "digits",
     steps: Annotated[int | None, typer.Option(help=STEPS)] = None,
-    lr: Annotated[float, typer.Option(help="Learning rate for --steps.")] = 3e-3,
+    optimizer: Annotated[str, typer.Option(help=OPTIMIZER)] = "adamw",
+    lr: Annotated[float | None, typer.Option(help=LR)] = None,
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
     weights: Annotated[Path | None, typer.Option(help=WEIGHTS)] = None,
     examples: Annotated[int, typer.Option(help="Training examples to fit on.")] = 512,
@@ -41,6 +44,8 @@ def inspect(
 
       isokron inspect --task digits
 
+      isokron inspect --task digits --optimizer soap
+
       isokron inspect --task speeches --fisher sampled --layers 'blocks.*'
 
       isokron inspect --task mine.py:task --weights trained.safetensors
@@ -50,6 +55,7 @@ def inspect(
     from isokron.tasks import load
 
     fit = {**asdict(curvature), "examples": examples, "layers": layers or (), "damping": damping}
+    fit["optimizer"] = optimizer
     setup = Setup(load(task), steps, lr, seed, weights, **fit)
     open_folder(out, RECORDS)
     with work("nothing was written"):

@@ -11,7 +11,7 @@ from isokron.files import write_atomically
 from isokron.race.results import Result, Standing, mean_curve, mean_finals
 from isokron.report import render
 from isokron.report.charts import COLOURS, Line, Mark, Plot, standalone
-from isokron.report.render import MISSING, finite, memory
+from isokron.report.render import MISSING, finite, health_row, memory
 
 WIDE = 8.0  # losses with a larger ratio of maximum to minimum have a log scale
 SETTLED = 0.12  # fraction of the steps that is ignored in the range of the y-axis
@@ -95,21 +95,12 @@ def _row(s: Standing, result: Result) -> dict[str, str]:
 
 
 def health(result: Result) -> list[list[str]]:
-    """Statistics after the last step of each optimizer at its best learning rate, first seed.
-
-    Of the group with the most state, which is that of the matrices.
-    """
+    """Statistics after the last step of each optimizer at its best learning rate, first seed."""
     rows = []
     for s in result.standings:
         runs = result.runs_of(s.optimizer, s.best_lr) if s.best_lr is not None else []
-        if not runs or not runs[0].statistics:
-            continue
-        values = max(runs[0].statistics, key=lambda group: group["state_bytes"])
-        conditions = [values["condition_median"], values["condition_max"]]
-        numbers = [values["update_rms"], values["adam_cosine"], *conditions]
-        texts = [MISSING if number is None else f"{number:.3g}" for number in numbers]
-        failed = f"{values['failed_share']:.0%} of {values['refreshes']:,}"
-        rows.append([s.optimizer, *texts, failed if values["refreshes"] else MISSING])
+        if runs and runs[0].statistics:
+            rows.append(health_row(s.optimizer, runs[0].statistics))
     return rows
 
 

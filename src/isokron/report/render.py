@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,15 @@ def finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def health_row(optimizer: str, statistics: Sequence[Mapping[str, Any]]) -> list[str]:
+    """`optimizer.statistics()` as cells: of the group with the most state, the matrices."""
+    values = max(statistics, key=lambda group: group["state_bytes"])
+    numbers = ("update_rms", "adam_cosine", "condition_median", "condition_max")
+    texts = [MISSING if values[key] is None else f"{values[key]:.3g}" for key in numbers]
+    failed = f"{values['failed_share']:.0%} of {values['refreshes']:,}"
+    return [optimizer, *texts, failed if values["refreshes"] else MISSING]
 
 
 def number(value: float | None, plus: bool = False) -> str:
