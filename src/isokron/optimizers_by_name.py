@@ -80,7 +80,8 @@ def resolve(spec: str) -> Entrant:
     name, options = parse_spec(spec)
     built_in = ":" not in name
     if "lr" in options:
-        raise ValueError(f"optimizer {spec!r}: give learning rates as lr, not as an option of it")
+        value = options["lr"]
+        raise ValueError(f"optimizer {spec!r}: lr is no option of an optimizer; give lr={value}")
     factory, lrs = _built_in(name) if built_in else (load_object(name, "optimizer"), ADAMW_LRS)
     if not callable(factory):
         raise ValueError(f"optimizer {spec!r} must be callable, got {type(factory).__name__}")

@@ -257,6 +257,7 @@ def test_a_wrong_option_is_told_which_there_are(inside):
         ("score exactly (store=False)", "score exactly (--no-store)"),
         ("continue it with resume=True, or wait", "continue it with --resume, or wait"),
         ("lower lr=0.1", "lower --lr 0.1"),
+        ("'muon(lr=1)': the run's rule, give lr=1", "'muon(lr=1)': the run's rule, give --lr 1"),
         ("leave it out (layers='!a')", "leave it out (--layers '!a')"),
         ("out 'x' is a file", "--out 'x' is a file"),
         ("graft='adam' has no option", "graft='adam' has no option"),

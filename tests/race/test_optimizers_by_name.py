@@ -48,7 +48,7 @@ def test_options_may_be_settings_of_parameter_groups():
         ("muon(nonsense=1)", "cannot be called: .*nonsense"),
         ("muon(momentum=2)", "optimizer 'muon.momentum=2.': .*momentum must be .* below 1"),
         ("muon(scale='loud')", "optimizer .*: .*scale must be one of .* got scale='loud'"),
-        ("muon(lr=0.1)", "give learning rates as lr"),
+        ("muon(lr=0.1)", "lr is no option of an optimizer; give lr=0.1"),
         ("math:pi", "must be callable, got float"),
     ],
 )

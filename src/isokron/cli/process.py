@@ -106,7 +106,10 @@ def report(error: Exception, options: Mapping[str, str]) -> int:
 
 
 def named_options(message: str, options: Mapping[str, str]) -> str:
-    """`steps must be …, lower lr=1` → `--steps must be …, lower --lr 1`: arguments as options."""
+    """`steps must be …, lower lr=1` → `--steps must be …, lower --lr 1`: arguments as options.
+
+    What is quoted is the user's and stays.
+    """
 
     def option(match: re.Match[str]) -> str:
         name = options.get(match[1], match[1])
@@ -116,7 +119,8 @@ def named_options(message: str, options: Mapping[str, str]) -> str:
         return switch.get(match[2], name + match[2].replace("=", " "))
 
     leading = re.sub(r"^(\w+)()(?=[ :])", option, message)
-    return re.sub(r"\b(\w+)(=True\b|=False\b|=(?=[\w.+'-]))", option, leading)
+    quoted = r"(?<!\w)'[^']*'"
+    return re.sub(rf"{quoted}|\b(\w+)(=True\b|=False\b|=(?=[\w.+'-]))", option, leading)
 
 
 def _place(error: Exception) -> str:
