@@ -3,8 +3,9 @@
     python benchmarks/learning_rate.py [--only smollm2] [--optimizers soap,katie(graft='adam')]
 
 Each optimizer is trained with the lr and weight_decay of an AdamW run, on three tasks from scratch
-(lr 3e-4 to 1e-2; two seeds) and in a fine-tune of the last four layers of SmolLM2-135M on speeches
-(24 steps of 4 x 128 tokens; from its package, see pretrained.py), of all weights or of LoRA pairs
+(lr 3e-4 to 1e-2; two seeds), in a long run on one of them (one seed), and in a fine-tune of the
+last four layers of SmolLM2-135M on speeches (24 steps of 4 x 128 tokens; from its package, see
+pretrained.py), of all weights or of LoRA pairs
 (rank 32), to which the method is applied here though param_groups leaves them to AdamW. A table for
 each task has final losses, and the RMS of an update at the lowest lr, relative to AdamW's; the last
 one says how often AdamW's lr is at least as good, multiplied for all parameters or, by
@@ -32,9 +33,16 @@ from isokron.optimizers_by_name import resolve, split_specs
 from isokron.tasks import load
 from isokron.training import batch_order, evaluation_loss, make_model, warmup_cosine
 
-STEPS = {"digits-small": 100, "mnist-small": 150, "speeches-tiny": 300, "smollm2": 24, "lora": 24}
-LRS = dict.fromkeys(STEPS, (3e-4, 1e-3, 3e-3, 1e-2)) | {"smollm2": (3e-4, 1e-3, 3e-3)}
-SEEDS = dict.fromkeys(STEPS, 2) | {"smollm2": 1, "lora": 1}
+LONG = "speeches-tiny-long"  # the length of the long races
+STEPS = {
+    **{"digits-small": 100, "mnist-small": 150, "speeches-tiny": 300, LONG: 2_400},
+    **{"smollm2": 24, "lora": 24},
+}
+LRS = dict.fromkeys(STEPS, (3e-4, 1e-3, 3e-3, 1e-2)) | {
+    "smollm2": (3e-4, 1e-3, 3e-3),
+    LONG: (1e-3, 3e-3),
+}
+SEEDS = dict.fromkeys(STEPS, 2) | {LONG: 1, "smollm2": 1, "lora": 1}
 METHODS = ("muon", "soap", "shampoo", "katie", "quad", "skew")
 MATCHED = [f"{name}(match_adamw=True)" for name in METHODS]
 MATCHED += [f"{name}(match_adamw=True,exponent=4)" for name in ("shampoo", "katie")]
@@ -80,7 +88,7 @@ def train(
 
 
 def from_scratch(task: str, optimizer: str, lr: float, seed: int) -> dict[str, Any]:
-    data = load(task)
+    data = load(task.removesuffix("-long"))
     model = make_model(data, seed)
     order = batch_order(len(data.train), data.batch_size, STEPS[task], seed)
     return train(

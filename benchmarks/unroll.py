@@ -73,6 +73,7 @@ CASES = {
     "digits": Case("digits-tiny", 1e-3, 150),
     "mnist": Case("mnist-tiny", 1e-3, 150),
     "speeches": Case("speeches-tiny", 1e-3, 100, examples=1_000),
+    "speeches-small": Case("speeches-small", 1e-3, 30, examples=1_000),
     "mnist-sgd": Case("mnist-tiny", 0.05, 150, "torch.optim:SGD(momentum=0.9)"),
     "sgd": Case("digits-tiny", 0.05, 150, "torch.optim:SGD(momentum=0.9)"),
     "muon": Case("digits-tiny", 1e-3, 150, "muon"),

@@ -114,12 +114,12 @@ def test_distributed_example_runs_under_torchrun_and_resumes_on_one_process(
 
 @pytest.mark.parametrize("code", BLOCKS)
 def test_python_block_of_a_page_runs(code: str, python: forked.Server, tmp_path: Path) -> None:
-    """A page may leave out what the reader has: `model`, `batches`, `train_set` and `loss_fn`."""
+    """A page may leave out what the reader has: a model, batches, data and a loss."""
     given = (
         "import torch, isokron\nfrom torch import nn\n"
         "model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.Linear(16, 2))\n"
         "batches = [(torch.randn(4, 8), torch.randint(2, (4,))) for _ in range(3)]\n"
-        "train_set = [pair for batch in batches for pair in zip(*batch)]\n"
+        "train_set = test_set = [pair for batch in batches for pair in zip(*batch)]\n"
         "loss_fn = nn.functional.cross_entropy\n"
     )
     (tmp_path / "block.py").write_text(given + code)

@@ -187,7 +187,7 @@ def find_layers(
     """The layers of a model whose curvature is to be known.
 
     Args:
-        patterns: names of layers or of modules around them, such as "model.layers.*.mlp,!*.norm":
+        patterns: names of layers or of modules around them, such as `"model.layers.*.mlp,!*.norm"`:
             fnmatch patterns, separated by commas or in a list; "!" excludes. None: all layers but
             embeddings, layers with a side above `max_side`, and frozen layers of a model that is
             trained in part. What a pattern names is taken in all the same, but for heads.

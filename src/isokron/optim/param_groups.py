@@ -65,12 +65,13 @@ def param_groups(
             width `lr` and `weight_decay` were chosen. The optimizer then scales both for the width
             of this model; see docs/width.md.
         match_adamw: `lr` and `weight_decay` are those of an AdamW run. The optimizer multiplies the
-            learning rate of what the method steps by a factor of its own, 3 for SOAP and 10 for the
-            others, and divides its decoupled weight decay by it; see docs/from_adamw.md.
+            learning rate of what the method steps by a factor of its own (3 for SOAP, and for
+            Shampoo and Katie with exponent=4; 10 for the others), and divides its decoupled weight
+            decay by it; see docs/from_adamw.md.
         **settings: Any setting of a group (docs/engine.md): a value for all groups, or a mapping
             of patterns to values. One value of `route` is for the matrices, and one of
             `weight_decay` for all but norms and biases. `stacked` also takes patterns alone.
-            Examples: split={"*.qkv.weight": 3}, lr_scale={"head.*": 0.5}, weight_decay=0.1.
+            Examples: `split={"*.qkv.weight": 3}`, `lr_scale={"head.*": 0.5}`, `weight_decay=0.1`.
     """
     if not isinstance(match_adamw, bool):
         raise ValueError(
