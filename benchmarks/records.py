@@ -80,7 +80,9 @@ def recorded(name: str) -> Iterator[None]:
     output = _Copied()
     with redirect_stdout(output):
         yield
-    records, arguments = Records(name), " ".join(sys.argv[1:])
+    # an absolute path is of this machine alone
+    words = (Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:])
+    records, arguments = Records(name), " ".join(words)
     records.runs = [run for run in records.runs if run["arguments"] != arguments]
     today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
     lines = [line for line in output.getvalue().splitlines() if line.strip()]
