@@ -2,6 +2,7 @@
 
     python benchmarks/long_races.py run [--task NAME,NAME]     train what is missing
     python benchmarks/long_races.py time [--task NAME,NAME]    time a step, optimizers in turn
+    python benchmarks/long_races.py adamw [--task NAME,NAME]   AdamW at 16x without halving
     python benchmarks/long_races.py table                      print tables, draw figures
 
 One thread. All that is known of a task is in docs/benchmarks/long_races/TASK.json, written after
@@ -14,6 +15,9 @@ best at 16x have two more seeds: AdamW, and the three others that end lowest. At
 schedule: who ends at or below AdamW's loss is trained on 0.6 of the steps, then on 0.4 or 0.8, and
 so on by bisection to a twentieth of the steps (seed 0). The time of a schedule is its steps times
 the CPU time of a step, from `time`.
+
+`adamw` trains UNTUNED, which is not among the settings, at AdamW's best learning rate at 16x (seed
+0): halving at short horizons may drop what is best at long ones.
 """
 
 from __future__ import annotations
@@ -61,6 +65,7 @@ LRS = (2e-3, 5e-3, 1e-2, 2e-2, 4e-2)
 ADAMW_LRS = (1e-3, 3e-3, 1e-2)
 # (weight decay, beta2, warm-up)
 ADAMW = ((0.01, 0.999, 0.1), (0.1, 0.99, 0.1), (0.1, 0.95, 0.1), (0.01, 0.99, 0.02))
+UNTUNED = "adamw(weight_decay=0.1,betas=(0.9,0.999))"
 SEEDS = 3
 REPEATED = 3  # optimizers beside AdamW that get more than one seed
 LONG = 16
@@ -183,6 +188,16 @@ def run(name: str, optimizers: tuple[str, ...], seeds: int = SEEDS) -> None:
             study.records.once(partial(train_once, task, setting, steps, seed), **key)
 
 
+def run_untuned(name: str) -> None:
+    study = Study(name)
+    chosen, task = study.chosen("adamw"), study.task()
+    assert chosen is not None
+    setting = Setting("untuned adamw", UNTUNED, chosen.lr)
+    steps = LONG * SHORT[name]
+    compute = partial(train_once, task, setting, steps, 0)
+    study.records.once(compute, **setting._asdict(), steps=steps, seed=0)
+
+
 def train_once(task: Task, setting: Setting, steps: int, seed: int) -> dict[str, Any]:
     start = time.process_time()
     long = steps == LONG * SHORT[task.name]
@@ -282,6 +297,12 @@ def table(name: str, optimizers: tuple[str, ...]) -> list[str]:
                 share = "not reached"
         cells += [final, lr, share, time_share, f"{runs[0]['bytes'] / adamw_bytes:.1f}"]
         rows.append(f"| {optimizer} | {' | '.join(cells)} |")
+    if untuned := study.records.select(optimizer="untuned adamw"):
+        chosen = study.chosen("adamw")
+        assert chosen is not None
+        pair = (untuned[0]["final"], study.runs(chosen, LONG * short)[0]["final"])
+        losses = " | ".join(f"{final / unit:.3f}" for final in pair)
+        rows.append(f"{name}, {UNTUNED}, and the setting above, seed 0 | {losses}")
     return rows + ([f"Diverged: {', '.join(diverged)}."] if diverged else [])
 
 
@@ -323,7 +344,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("command", choices=("run", "time", "table"))
+    parser.add_argument("command", choices=("run", "time", "adamw", "table"))
     parser.add_argument("--task", default=",".join(SHORT))
     parser.add_argument("--optimizers", default=",".join(OPTIMIZERS))
     parser.add_argument("--seeds", type=int, default=SEEDS, help="of the runs at 16x")
@@ -345,6 +366,8 @@ def main() -> None:
                     write_atomically(path, [standalone(plot).encode()])
         elif args.command == "run":
             run(name, optimizers, args.seeds)
+        elif args.command == "adamw":
+            run_untuned(name)
         else:
             time_steps(name, optimizers)
 
