@@ -123,8 +123,9 @@ class RefinedScorer(ExactScorer):
         if before > OTHER_SCALE:
             warnings.warn(
                 f"the fitted curvature, and damping relative to it, are far smaller than the "
-                f"Gauss-Newton matrix (residual {before:.0f} before refinement), as the empirical "
-                "Fisher is where a model fits its data; fit with fisher='exact' or 'sampled'",
+                f"Gauss-Newton matrix (residual {before:.0f} before refinement): scores may not "
+                "have converged. The empirical Fisher is, where a model fits its data; fit with "
+                "fisher='exact' or 'sampled'. If that is done, raise damping or refine",
                 stacklevel=2,
             )
         products = [rhs[n] * solution.vectors[n] for n in rhs]
