@@ -70,7 +70,11 @@ SCRIPTS = (
     Script("language_models", needs="downloads of SmolLM2-135M and stories15M"),
     Script("planted_facts", ("runs/planted_facts",), needs="gguf; a download of SmolLM2-135M"),
     Script("label_noise", needs="a download of CIFAR-10N; cleanlab"),
-    Script("long_races", ("run", "time", "table"), needs="downloads of enwik8, CIFAR-10, MNIST"),
+    Script(
+        "long_races",
+        ("run", "time", "adamw", "table"),
+        needs="downloads of enwik8, CIFAR-10, MNIST",
+    ),
 )
 # need arguments that only you know, or hardware: see their first lines
 BY_HAND = ("gpu", "lds", "revisions")
