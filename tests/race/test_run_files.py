@@ -1,6 +1,9 @@
 """A race on disk: atomic, resumable, and refusing what does not belong."""
 
 import json
+import os
+import signal
+from pathlib import Path
 
 import pytest
 
@@ -116,6 +119,27 @@ def test_a_folder_where_nothing_was_finished_is_free(tmp_path):
             pass
     saved = json.loads((tmp_path / "r" / "settings.json").read_text())
     assert saved == {"task": "toy", "steps": 6}
+
+
+@pytest.mark.parametrize("call", ["replace", "mkdir"])
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_race_killed_at_its_start_leaves_a_folder_that_is_free(tmp_path, call, resume):
+    tmp_path /= "race"
+    tmp_path.mkdir()
+    if (killed := os.fork()) == 0:
+        usual = getattr(Path, call)
+
+        def fatal(path, *args, **keywords):
+            if path != tmp_path:  # the folder itself is there already
+                os.kill(os.getpid(), signal.SIGKILL)
+            usual(path, *args, **keywords)
+
+        setattr(Path, call, fatal)
+        with race_folder(tmp_path, {"steps": 5}, resume=False):
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(killed, 0)[1]) == -signal.SIGKILL
+    with race_folder(tmp_path, {"steps": 6}, resume=resume):
+        assert json.loads((tmp_path / "settings.json").read_text()) == {"steps": 6}
 
 
 def test_two_processes_cannot_race_in_one_folder(task, tmp_path):

@@ -270,8 +270,9 @@ def race_folder(folder: Path, settings: Mapping[str, Any], resume: bool) -> Iter
                 raise ValueError(f"out {str(folder)!r} {problem}, or {NEW_FOLDER}")
             saved = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
             check_same(folder, "race", saved, settings)
-        (folder / RUNS).mkdir(exist_ok=True)
+        # first: by them the folder is known as a race's, also if this process is killed here
         write_json(folder / SETTINGS, settings)
+        (folder / RUNS).mkdir(exist_ok=True)
         yield
 
 
