@@ -155,9 +155,25 @@ def test_gram_matrices_are_taken_only_where_rounding_permits() -> None:
     for rows in (16, 256, 512, 1024, 4096):
         for cols in (rows, 2 * rows, 8 * rows):
             # Gram matrices square the condition: not in half precision, and not for many steps
-            steep = schedule("polar_express", 12)
-            for dtype, triples in ((torch.bfloat16, classic), (torch.float32, steep)):
+            steep, flat = schedule("polar_express", 12), schedule((1.5, -0.5, 0.0), 1)
+            half = [(torch.bfloat16, classic), (torch.bfloat16, flat), (torch.float16, flat)]
+            for dtype, triples in (*half, (torch.float32, steep)):
                 assert quickest(rows, cols, cpu, dtype, triples) in ("plain", "symmetric")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gram_is_refused_in_half_precision_and_the_remedy_works(dtype: torch.dtype) -> None:
+    matrix = torch.randn(8, 30)
+    with pytest.raises(ValueError, match=f"with method='gram', got {dtype}.*dtype=torch.float32"):
+        newton_schulz(matrix, method="gram", dtype=dtype)
+    if dtype is torch.bfloat16:  # whose default on an accelerator is half precision too
+        with pytest.raises(ValueError, match="method='plain'"):
+            newton_schulz(matrix.to("meta"), method="gram")
+    exact = newton_schulz(matrix.double())
+    for remedy in ({"method": "gram", "dtype": torch.float32}, {"method": "plain"}):
+        torch.testing.assert_close(
+            newton_schulz(matrix, **remedy).double(), exact, rtol=0, atol=1e-3
+        )
 
 
 def test_where_decompositions_fail_products_take_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,6 +225,8 @@ def test_dtype_is_that_of_the_iteration_and_not_of_the_result() -> None:
 def test_the_scale_of_a_matrix_does_not_matter(
     exponent: int, dtype: torch.dtype | None, method: str
 ) -> None:
+    if method == "gram" and dtype is not None:
+        dtype = torch.float32  # half precision is refused
     matrix = torch.randn(2, 8, 12)
     scaled = newton_schulz(matrix * 2.0**exponent, dtype=dtype, method=method)
     assert torch.equal(scaled, newton_schulz(matrix, dtype=dtype, method=method))

@@ -42,11 +42,11 @@ def newton_schulz(
             the CPU, where half-precision products are many times slower.
         eps: lower bound on the norm that X₀ is divided by.
         method: "plain" is the formula above. "symmetric" computes one triangle of A and of A².
-            "gram" iterates on A alone and multiplies X once. "eigh" applies the polynomial to the
-            eigenvalues of A. "polar" is UVᵀ, for any `steps`. "reference" reproduces Muon's
-            published loop to the bit, by default in bfloat16; "plain" in bfloat16 reproduces
-            torch.optim.Muon. "differentiable" is "plain" with a graph. "auto" chooses the one
-            measured to be fastest (`quickest`).
+            "gram" iterates on A alone and multiplies X once; not in half precision. "eigh" applies
+            the polynomial to the eigenvalues of A. "polar" is UVᵀ, for any `steps`. "reference"
+            reproduces Muon's published loop to the bit, by default in bfloat16; "plain" in bfloat16
+            reproduces torch.optim.Muon. "differentiable" is "plain" with a graph. "auto" chooses
+            the one measured to be fastest (`quickest`).
     """
     if matrix.ndim < 2:
         raise ValueError(
@@ -65,6 +65,12 @@ def newton_schulz(
     if dtype is None:
         wide = torch.promote_types(matrix.dtype, torch.float32)
         dtype = wide if on_cpu and method != "reference" else torch.bfloat16
+    if method == "gram" and dtype.itemsize < 4:
+        raise ValueError(
+            f"dtype must be torch.float32 or torch.float64 with method='gram', got {dtype}: A has "
+            "the squared condition of X, whose rounding errors grow without bound in half "
+            "precision; give dtype=torch.float32, or method='plain'"
+        )
     tall = matrix.size(-2) > matrix.size(-1)
     stack = matrix.mT if tall else matrix  # so that A = XXᵀ has the size of the shorter side
     stack = stack.reshape(-1, *stack.shape[-2:])
@@ -94,9 +100,9 @@ def quickest(
     if device.type != "cpu":
         return "symmetric" if rows >= GPU_SYMMETRIC and _by_triton(device, dtype) else "plain"
     # "eigh" and "gram" work on A, and amplify the rounding errors of its smallest eigenvalues by
-    # the squared slope at 0
+    # the squared slope at 0; in half precision they are too large for any slope
     slope = math.prod([a for a, _, _ in triples])
-    if slope**2 * torch.finfo(dtype).eps < 1:
+    if dtype.itemsize >= 4 and slope**2 * torch.finfo(dtype).eps < 1:
         long = cols >= 2 * rows
         # a graph has no retries of decompositions that fail
         if rows >= (192 if long else 512) and not torch.compiler.is_compiling():
