@@ -17,11 +17,11 @@ from isokron.curvature.hooks import (
     by_example,
     inputs_of,
     outputs_of,
-    without_autocast,
 )
 from isokron.curvature.layers import Layer, Selection
 from isokron.curvature.losses import CrossEntropy, Likelihood, Loss, terms_and_weights
 from isokron.curvature.statistics import Uses, joined
+from isokron.linalg import full_precision
 
 Fold = Callable[[Layer, Uses], None]
 MANY_PASSES = 1000  # backward passes a batch, from which on fisher="exact" is warned of
@@ -100,8 +100,8 @@ class Passes:
 
     @contextmanager
     def plain(self) -> Iterator[None]:
-        """Statistics are no part of what the user has put under autocast."""
-        with torch.no_grad(), without_autocast(next(self.model.parameters()).device.type):
+        """Statistics are no part of what the user has put under autocast or in TF32."""
+        with torch.no_grad(), full_precision():
             yield
 
     def _pass(self, batch: Any, fold: Fold) -> None:

@@ -3,7 +3,7 @@
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.nn.modules.conv import _ConvNd
 
 from isokron.curvature.layers import PARTS, Layer, epsilon_of, find_layers
+from isokron.linalg import full_precision
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,7 +159,7 @@ class Watcher:
                     f"the input of {layers[0].name!r} was changed in place after the layer used "
                     "it, and is not known any more; make that operation out of place"
                 )
-            with torch.no_grad(), without_autocast(grad.device.type):
+            with torch.no_grad(), full_precision():
                 for event in events(grad.detach()):
                     self.sink(event)
 
@@ -320,12 +321,6 @@ def by_example(event: Event, examples: int | None, terms: int = 0) -> Event:
     positions = event.tokens.new_full(shape, -1)
     positions[example, place] = event.tokens % length
     return Event(event.layer, filled(event.inputs), filled(event.grads), positions, length)
-
-
-def without_autocast(device: str) -> AbstractContextManager[Any]:
-    """Statistics are no part of what the user has put under autocast, which some devices lack."""
-    active = torch.is_autocast_enabled(device)
-    return torch.autocast(device, enabled=False) if active else nullcontext()
 
 
 class Begin(torch.autograd.Function):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
+from isokron.linalg import full_precision
 from isokron.optim.blocks import Batch, BatchStep, Copies, writable, write_back
 from isokron.optim.moments import BASES, SECOND_MOMENTS, heavy_ball_
 from isokron.optim.natural_gradient import NaturalGradient
@@ -127,6 +128,17 @@ class FunctionalStep:
         scale: float = 1.0,
     ) -> tuple[dict[str, Tensor], list[State]]:
         """Parameters and state after step number `count` (from 1) at `scale` times the lr."""
+        with full_precision():
+            return self._step(params, states, grads, count, scale)
+
+    def _step(
+        self,
+        params: Mapping[str, Tensor],
+        states: Sequence[State],
+        grads: Mapping[str, Tensor],
+        count: int,
+        scale: float,
+    ) -> tuple[dict[str, Tensor], list[State]]:
         # blocks are written in place, into copies
         stepped = {n: value.clone() if n in self.cut else value for n, value in params.items()}
         groups: list[Group] = []

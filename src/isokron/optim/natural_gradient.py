@@ -20,7 +20,7 @@ from isokron.curvature.running_fisher import COUNTS, RunningFisher, decompose
 from isokron.curvature.statistics import Sums, means_of
 from isokron.distributed import TIMEOUT, Ranks, process_count, ranks_of
 from isokron.distributed.rank_tasks import together
-from isokron.linalg import sent
+from isokron.linalg import full_precision, sent
 from isokron.optim.adamw import AdamW
 from isokron.optim.gradient_checks import wide_dtype
 from isokron.optim.natural_checks import (
@@ -239,6 +239,12 @@ class NaturalGradient(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._warn_of_ranks()
+        with full_precision():
+            self._step(group)
+        return loss
+
+    def _step(self, group: dict[str, Any]) -> None:
+        """A step with the gradients and the observations there are."""
         idle = all(p.grad is None for g in self.param_groups for p in g["params"])
         observed = {} if idle else self._observer.take()
         self._draws = 0
@@ -248,7 +254,7 @@ class NaturalGradient(torch.optim.Optimizer):
             self.skipped_steps += 1
             logger.warning("skipped a step: %s", skip)
         if skip is not None or idle:
-            return loss
+            return
         for fisher, means, terms, places in self._means(observed, everyone):
             fisher.fold_(means, terms, places, group["factor_beta"])
         self._refresh_(group)
@@ -258,7 +264,6 @@ class NaturalGradient(torch.optim.Optimizer):
         group["steps"] += 1
         self._show()
         self._arm()
-        return loss
 
     def _agree(self, observed: Observed) -> tuple[str | None, list[list[float]]]:
         """Why to skip this step, and the loss terms of every rank by layer. Nothing has changed."""

@@ -25,7 +25,7 @@ from isokron.distributed import (
     partial_state,
     ranks_of,
 )
-from isokron.linalg import on_host, sent
+from isokron.linalg import full_precision, on_host, sent
 from isokron.optim import checkpoint
 from isokron.optim.blocks import Batch, BatchStep, Copies, write_back
 from isokron.optim.flat_buffer import FlatList
@@ -145,15 +145,16 @@ class Preconditioned(torch.optim.Optimizer):
                 f"{type(self).__name__}: parameters are averages for evaluation; call "
                 "optimizer.train() before the forward pass of a step"
             )
-        if self._is_shared():
-            problem = self._agreement.agreed(self.param_groups, self._check_step)
-        else:
-            problem = self._check_step()
-        if problem:
-            self.skipped_steps += 1
-            logger.warning("skipped a step: %s", problem)
-        else:
-            self.step_checked()
+        with full_precision():
+            if self._is_shared():
+                problem = self._agreement.agreed(self.param_groups, self._check_step)
+            else:
+                problem = self._check_step()
+            if problem:
+                self.skipped_steps += 1
+                logger.warning("skipped a step: %s", problem)
+            else:
+                self.step_checked()
         return loss
 
     @torch.no_grad()

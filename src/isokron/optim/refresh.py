@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from isokron.distributed.block_owners import refresh_cost
-from isokron.linalg import compute_alone, sent, surely_all
+from isokron.linalg import compute_alone, is_switched, sent, surely_all
 from isokron.optim.blocks import Batch, BatchRow
 from isokron.optim.settings import param_name, refresh_delay
 
@@ -211,7 +211,10 @@ class Refresher:
         if self._pool is None or self._process != os.getpid():  # threads do not survive a fork
             self._process = os.getpid()
             self._pool = ThreadPoolExecutor(1, "isokron-refresh", initializer=compute_alone)
-        batch.jobs.update(dict.fromkeys(rows, self._pool.submit(work)))
+        job = self._pool.submit(work)
+        if is_switched():  # else the forward pass beside it would set the precision of its products
+            futures.wait([job])
+        batch.jobs.update(dict.fromkeys(rows, job))
 
     def read_outcomes(self, optimizer: str, values: Sequence[Sequence[float]]) -> None:
         """Count and log failures, given the flags of `unread` as read on the host."""
