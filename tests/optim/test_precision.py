@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import isokron
-from cases import CASES, Case, Whitening, equal, loss_of, net
-from isokron.linalg import full_precision, is_switched
+from cases import CASES, Whitening, equal, loss_of, net
+from isokron.linalg.precision import full_precision, is_switched
 from isokron.optim.functional_step import FunctionalStep
 
 Around = Callable[[], AbstractContextManager[Any]]

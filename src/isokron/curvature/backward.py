@@ -21,7 +21,7 @@ from isokron.curvature.hooks import (
 from isokron.curvature.layers import Layer, Selection
 from isokron.curvature.losses import CrossEntropy, Likelihood, Loss, terms_and_weights
 from isokron.curvature.statistics import Uses, joined
-from isokron.linalg import full_precision
+from isokron.linalg.precision import full_precision
 
 Fold = Callable[[Layer, Uses], None]
 MANY_PASSES = 1000  # backward passes a batch, from which on fisher="exact" is warned of

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.nn.modules.conv import _ConvNd
 
 from isokron.curvature.layers import PARTS, Layer, epsilon_of, find_layers
-from isokron.linalg import full_precision
+from isokron.linalg.precision import full_precision
 
 
 @dataclass(frozen=True, eq=False)

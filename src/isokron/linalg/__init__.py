@@ -6,7 +6,6 @@ from isokron.linalg.device_transfer import on_host, sent, surely_all
 from isokron.linalg.eigen import Lifted, eigenbasis, eigh, follow, lift, offdiagonal
 from isokron.linalg.norm_bound import norm_bound
 from isokron.linalg.polar import newton_schulz, quickest
-from isokron.linalg.precision import full_precision, is_switched
 from isokron.linalg.products import (
     along,
     gram_,
@@ -30,12 +29,10 @@ __all__ = [
     "eigh",
     "factorize",
     "follow",
-    "full_precision",
     "gram_",
     "halved",
     "inverse_power",
     "inverse_root",
-    "is_switched",
     "lift",
     "mirror_",
     "multiply",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from isokron.linalg import full_precision
+from isokron.linalg.precision import full_precision
 from isokron.optim.blocks import Batch, BatchStep, Copies, writable, write_back
 from isokron.optim.moments import BASES, SECOND_MOMENTS, heavy_ball_
 from isokron.optim.natural_gradient import NaturalGradient

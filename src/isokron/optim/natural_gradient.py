@@ -20,7 +20,8 @@ from isokron.curvature.running_fisher import COUNTS, RunningFisher, decompose
 from isokron.curvature.statistics import Sums, means_of
 from isokron.distributed import TIMEOUT, Ranks, process_count, ranks_of
 from isokron.distributed.rank_tasks import together
-from isokron.linalg import full_precision, sent
+from isokron.linalg import sent
+from isokron.linalg.precision import full_precision
 from isokron.optim.adamw import AdamW
 from isokron.optim.gradient_checks import wide_dtype
 from isokron.optim.natural_checks import (

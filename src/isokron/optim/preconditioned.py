@@ -25,7 +25,8 @@ from isokron.distributed import (
     partial_state,
     ranks_of,
 )
-from isokron.linalg import full_precision, on_host, sent
+from isokron.linalg import on_host, sent
+from isokron.linalg.precision import full_precision
 from isokron.optim import checkpoint
 from isokron.optim.blocks import Batch, BatchStep, Copies, write_back
 from isokron.optim.flat_buffer import FlatList

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from isokron.distributed.block_owners import refresh_cost
-from isokron.linalg import compute_alone, is_switched, sent, surely_all
+from isokron.linalg import compute_alone, sent, surely_all
+from isokron.linalg.precision import is_switched
 from isokron.optim.blocks import Batch, BatchRow
 from isokron.optim.settings import param_name, refresh_delay
 
