@@ -9,15 +9,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from isokron.attribution.data import (
-    Data,
-    Subject,
-    hash_of,
-    show_example,
-    spread,
-    to_device,
-    with_task,
-)
+from isokron.attribution.arguments import check_folder, suggest_keywords, with_task
+from isokron.attribution.data import Data, Subject, hash_of, show_example, spread, to_device
 from isokron.attribution.memory import Budget, MemoryPlan
 from isokron.attribution.queries import Query, as_queries
 from isokron.attribution.refinement import RefinedScorer
@@ -67,6 +60,11 @@ class Attributor:
             `isokron.tasks.Examples`.
         loss: one of `isokron.losses`, or a function (model, batch) → loss per example.
         task: an `isokron.Task` instead of train_set and loss; it also displays its examples.
+        collate: list of examples → batch; default: the DataLoader's, or torch's.
+        batch_size: examples in a batch; default: the DataLoader's, or 2,048 tokens, or up to 256
+            images or other vectors of numbers.
+        lengths: tokens of every example, to batch examples of similar length.
+        ids: a name for every example; default: its index.
         device: the model is moved there; default: it stays where it is.
         layers: patterns of layer names, `!pattern` to exclude; default: all linear, convolution and
             norm layers whose sides are at most max_side.
@@ -77,9 +75,9 @@ class Attributor:
         source: JSON-able; where model and data come from, recorded in run.json.
         ranks: processes that share the work; all must see the folder.
         progress: called with the stage, the examples done and their number.
-        data: further arguments of `isokron.attribution.Data`: collate, batch_size, lengths, ids.
     """
 
+    @suggest_keywords
     def __init__(
         self,
         folder: str | Path,
@@ -88,6 +86,10 @@ class Attributor:
         *,
         loss: Loss | Likelihood | None = None,
         task: Task | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+        batch_size: int | None = None,
+        lengths: Sequence[int] | None = None,
+        ids: Sequence[str] = (),
         device: torch.device | str | None = None,
         layers: str | Iterable[str] | None = None,
         head: str = "skip",
@@ -97,15 +99,15 @@ class Attributor:
         source: Mapping[str, Any] | None = None,
         ranks: Ranks | None = None,
         progress: Progress = silent,
-        **data: Any,
     ) -> None:
+        check_folder(folder, model)
         model = model if device is None else model.to(device)
         self.task, self.source = task, dict(source or {})
         patterns = [layers] if isinstance(layers, str) else layers
         self.patterns = None if patterns is None else list(patterns)
         selection = find_layers(model, self.patterns, max_side=max_side, head=head)
-        train_set, loss, data = with_task(task, train_set, loss, data)
-        self.data = Data(train_set, examples=examples, **data)
+        train_set, loss, ids, lengths = with_task(task, train_set, loss, ids, lengths)
+        self.data = Data(train_set, collate, batch_size, lengths, ids, examples)
         on = next(model.parameters()).device
         # two examples show which layers mix them
         two = to_device(self.data.batch(range(min(2, len(self.data)))), on)
@@ -385,7 +387,7 @@ class Attributor:
         settings: dict[str, Any] = {"mode": mode, "unit": unit, "by_layer": by_layer}
         settings |= {"top": top, "verify": verify, "refine": refine, "store": use_store}
         settings["damping"] = damping
-        check_settings(settings)
+        check_settings({**settings, "name": name})
         asked, exact = self.queries(queries), self._exact_scorer(refine)
         settled, scorer = exact.settled(settings), exact
         if use_store:
@@ -418,7 +420,7 @@ class Attributor:
 
     def queries(self, queries: Any) -> list[Query]:
         """The argument `queries` of `score` as a list of `Query`."""
-        return as_queries(queries, self.data.collate, self.show)
+        return as_queries(queries, self.data, self.show)
 
     def show(self, batch: Any) -> list[Shown]:
         """How to display the examples of a batch."""

@@ -12,38 +12,15 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, IterableDataset, Subset, default_collate
 
 from isokron.curvature.layers import Layer
-from isokron.curvature.losses import CrossEntropy, Likelihood, Loss
+from isokron.curvature.losses import Likelihood, Loss
 from isokron.distributed import Ranks
-from isokron.tasks import Examples, Shown, Task
+from isokron.tasks import Examples, Shown
 from isokron.training import Progress, silent
 
 TOKENS = 2048  # in a batch
 PIXELS = 32  # or other floating-point inputs, that take as long as a token
 LARGEST_BATCH = 256  # examples
 DEFAULT_BATCH = 8  # examples in a batch if their size is unknown
-
-
-def with_task(
-    task: Task | None, train_set: Any, loss: Loss | Likelihood | None, data: dict[str, Any]
-) -> tuple[Any, Loss | Likelihood, dict[str, Any]]:
-    """Training set, loss and arguments of `Data`, where a task has what is not given."""
-    if task is not None:
-        if loss is None:
-            loss = task.losses if task.logits is None else CrossEntropy(task.logits)
-        if train_set is None:
-            train_set = task.train
-            data = {"ids": task.ids, "lengths": task.lengths, **data}
-    if train_set is None:
-        raise ValueError("train_set must be a data set, got None; give one, or a task")
-    # a module of torch takes outputs and targets, and would fail in a pass far from here
-    if loss is None or isinstance(loss, nn.Module):
-        got = "None" if loss is None else f"the module {type(loss).__name__}"
-        raise ValueError(
-            "loss must be one of isokron.losses or a function (model, batch) → loss per "
-            f"example, got {got}; give loss=isokron.losses.CrossEntropy(), SquaredError() or "
-            "BinaryCrossEntropy()"
-        )
-    return train_set, loss, data
 
 
 class Data:
@@ -64,7 +41,6 @@ class Data:
     def __init__(
         self,
         source: Any,
-        *,
         collate: Callable[[list[Any]], Any] | None = None,
         batch_size: int | None = None,
         lengths: Sequence[int] | None = None,
@@ -138,18 +114,19 @@ class Data:
 
     def _default_size(self) -> int:
         """Examples in a batch, judged by the first tensor of the first example."""
-        equal = isinstance(self.source, Examples)
-        example = self.source.tensors[0][0] if equal else self._first
-        if not equal and not (isinstance(example, Tensor) and example.is_floating_point()):
+        example, equal = self.example, isinstance(self.source, Examples)
+        first = example[0] if isinstance(example, tuple | list) and example else None
+        if not isinstance(first, Tensor) or not (equal or first.is_floating_point()):
             return DEFAULT_BATCH
-        tokens = example.numel() / (PIXELS if example.is_floating_point() else 1)
+        tokens = first.numel() / (PIXELS if first.is_floating_point() else 1)
         return max(1, min(LARGEST_BATCH, int(self.tokens / max(1, tokens))))
 
     @cached_property
-    def _first(self) -> Any:
-        """The inputs of the first example of a data set of tuples."""
-        example = self.source[0]
-        return example[0] if isinstance(example, tuple | list) and example else None
+    def example(self) -> Any:
+        """The first example."""
+        if isinstance(self.source, Examples):
+            return tuple(tensor[0] for tensor in self.source.tensors)
+        return self.source[0]
 
     def longest(self) -> list[int]:
         """The batch that needs most memory."""

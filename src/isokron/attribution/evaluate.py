@@ -53,7 +53,10 @@ class Noise:
 def noise(exact: Tensor, projected: Tensor) -> Noise:
     """The noise of projected scores. exact, projected: [Q, n]"""
     residual = (projected.cpu().double() - exact.cpu().double()).square().mean(1).sqrt()
-    return Noise(float(spearman(exact, projected).mean()), residual.tolist(), exact.size(1))
+    # of one example, or of equal scores, the order cannot differ
+    equal = (ranks(exact) == ranks(projected)).all(1)
+    correlation = torch.where(equal, 1.0, spearman(exact, projected))
+    return Noise(float(correlation.mean()), residual.tolist(), exact.size(1))
 
 
 def ranks(values: Tensor) -> Tensor:

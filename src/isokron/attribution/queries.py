@@ -1,7 +1,7 @@
 """Queries from texts, prompts with completions, files, and examples by number."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from isokron.attribution.arguments import check_queries
+from isokron.attribution.data import Data
 from isokron.tasks import Examples, Shown, Task
 
 PARTS = {"eval": "evaluation", "train": "train"}
@@ -127,9 +129,7 @@ def _file(task: Task, model: nn.Module | None, path: str) -> list[Query]:
     return [_text(task, document.text) for document in read_documents(Path(path))]
 
 
-def as_queries(
-    queries: Any, collate: Callable[[list[Any]], Any], show: Callable[[Any], list[Shown]]
-) -> list[Query]:
+def as_queries(queries: Any, data: Data, show: Callable[[Any], list[Shown]]) -> list[Query]:
     """Queries from `Query` values, or from examples like those of the training set.
 
     Every element of a list, a data set or the data set of a DataLoader is one query.
@@ -151,10 +151,12 @@ def as_queries(
                 "queries must be a list or data set of examples, each a query, got "
                 f"{type(queries).__name__}"
             )
-        items = [source[number] for number in range(len(source))]
+        is_dict = isinstance(source, Mapping)
+        items = [source] if is_dict else [source[number] for number in range(len(source))]
         if items and all(isinstance(item, Query) for item in items):
             return items
-        batches = [collate([item]) for item in items]
+        check_queries(queries, items, data.example)
+        batches = [data.collate([item]) for item in items]
     if not batches:
         raise ValueError("queries must have at least one example, got none")
     return [Query(batch, tuple(show(batch)), f"query {n}") for n, batch in enumerate(batches)]

@@ -81,6 +81,10 @@ class Scored(NamedTuple):
 def check_settings(settings: Mapping[str, Any]) -> None:
     """Refuse settings of `Attributor.score` that no scorer takes."""
     mode, top, refine = (settings[name] for name in ("mode", "top", "refine"))
+    name = settings["name"]
+    # "/" alone has an empty name; files that begin with a dot are temporary
+    if name is not None and (not name or Path(name).name != name or name.startswith(".")):
+        raise ValueError(f"name must be a file name without a folder, got {name!r}")
     if mode not in MODES:
         raise ValueError(f"mode must be one of {MODES}, got {mode!r}")
     if top < 1:
@@ -363,18 +367,23 @@ class StoreScorer(ExactScorer):
         exact = self.scores(queries, settings["damping"], block=block, numbers=sample).scores
         complete = self.encoders(settings)
         shares = self.shares(complete, settings["seed"])
+        tried: list[str] = []
 
         def measure(dim: int) -> float:
             by_name = with_entries(complete, largest_entries(shares, dim), self.subject.device)
-            return noise(exact, self._products(by_name, queries, sample)).spearman
+            correlation = noise(exact, self._products(by_name, queries, sample)).spearman
+            tried.append(f"{correlation:.2f} with dim {dim}")
+            self.subject.progress(f"rank correlation with exact scores: {tried[-1]}", 0, 0)
+            return correlation
 
         dim = choose_dim(self.subject.layers, len(data), memory, measure, SPEARMAN)
         if self.subject.ranks is not None:
             self.subject.ranks.agree("the dimension of the store", dim)
         if dim is None:
             raise ValueError(
-                f"no store within {render.memory(memory)} has a rank correlation of {SPEARMAN} "
-                "with exact scores; score exactly (store=False), or give a dim or more memory"
+                f"no store of {len(data):,} examples within {render.memory(memory)} has a rank "
+                f"correlation of {SPEARMAN} with exact scores ({', '.join(tried) or 'none fits'}); "
+                "score exactly (store=False), or give a dim or more memory"
             )
         return dim
 

@@ -4,7 +4,7 @@ A term is the loss of one prediction: terms have the shape of the outputs withou
 dimension, in which examples and positions stay apart. Masked terms have weight 0.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,6 +19,17 @@ Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor]]
 
 def of_pair(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
     """Outputs and targets of a batch (inputs, targets)."""
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        keys, got = [0, 1], type(batch).__name__
+        if isinstance(batch, Mapping):
+            keys, got = [*batch, *keys], f"{got} of {', '.join(map(str, batch))}"
+        elif isinstance(batch, tuple | list):
+            got = f"{got} of {len(batch)}"
+        x, y = (f"batch[{key!r}]" for key in keys[:2])
+        raise ValueError(
+            f"batch must be a pair (inputs, targets), got a {got}; say what to take of it: "
+            f"CrossEntropy(forward=lambda model, batch: (model({x}), {y}))"
+        )
     inputs, targets = batch
     return model(inputs), targets
 
