@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import distributed as dist
 import cases
 import isokron
 from isokron.distributed import full_state_dict, is_sharded
+from isokron.distributed.attendance import longest_wait
 from isokron.tasks.speeches import ByteTransformer
 from processes import mesh, outcomes, run
 
@@ -319,5 +321,83 @@ def forsaken() -> None:
 
 
 def test_it_waits_no_longer_than_the_optimizer_does() -> None:
-    outcome = outcomes(2, forsaken, awaited=1)[0]
-    assert "did not come within 2 s" in str(outcome)
+    outcome = str(outcomes(2, forsaken, awaited=1)[0])
+    assert "RankLost: rank 0 has waited 2 s in optimizer.state_dict() for rank 1; every" in outcome
+
+
+def lonely(folder: Path) -> tuple[str, list[str]]:
+    """Rank 0 alone saves, as scripts without shared state do; then all do what the error says."""
+    params = made()
+    optimizer = CASES["soap"].make(params)
+    optimizer.distribute(timeout=1.0)
+    trained(params, optimizer)
+    dist.barrier()  # both are done: no rank is slow
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("isokron.distributed.attendance")
+    logger.addHandler(handler)
+    text = ""
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError) as caught:
+            torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+        text = str(caught.value)
+    logger.removeHandler(handler)
+    dist.barrier()
+    compare(optimizer.full_state_dict()["state"], gathered(optimizer))
+    trained(params, optimizer)  # nothing is left that a step would stumble upon
+    return text, told
+
+
+def test_state_dict_on_one_rank_alone_ends_soon_and_says_what_to_call(tmp_path: Path) -> None:
+    (text, told), others = run(2, lonely, tmp_path)
+    assert others == ("", [])
+    for message in (text, *told):
+        assert "in optimizer.state_dict() for rank 1; every rank has a part of the state" in message
+        assert "optimizer.full_state_dict(to_rank=0) on all" in message
+        assert "optimizer.consolidate_state_dict() on all" in message
+    assert "rank 0 has waited 1 s" in text
+
+
+@pytest.mark.parametrize(("timeout", "seconds"), [(300.0, 30.0), (20.0, 20.0), (3000.0, 300.0)])
+def test_ranks_that_do_not_call_state_dict_are_missed_soon(timeout: float, seconds: float) -> None:
+    assert longest_wait(timeout) == seconds
+
+
+def consolidated(name: str, layout: str, folder: Path, to: int) -> None:
+    params, optimizer = placed(name, layout)
+    trained(params, optimizer)
+    wanted = gathered(optimizer)
+    optimizer.consolidate_state_dict(to)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.125  # as a schedule does after the step
+    if dist.get_rank() == to:  # alone, and twice
+        optimizer.state_dict()
+        torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+        saved = torch.load(folder / "optimizer.pt", weights_only=True)
+        compare(saved["state"], wanted)
+        assert {group["lr"] for group in saved["param_groups"]} == {0.125}
+    else:
+        with pytest.raises(TypeError, match="one rank's part"):
+            torch.save(optimizer.state_dict(), folder / "part.pt")
+    trained(params, optimizer)
+    part = optimizer.state_dict()  # of all again
+    assert any(is_sharded(v) for entry in part["state"].values() for v in entry.values())
+    optimizer.load_state_dict(torch.load(folder / "optimizer.pt", weights_only=True))
+
+
+@pytest.mark.parametrize(("layout", "to"), [("ddp", 0), ("fsdp", 1), ("hsdp", 0)])
+@pytest.mark.parametrize("name", ["soap-delayed", "soap-averaged", "adamw-amsgrad"])
+def test_one_rank_alone_saves_what_has_been_consolidated(
+    name: str, layout: str, to: int, tmp_path: Path
+) -> None:
+    run(4 if layout == "hsdp" else 2, consolidated, name, layout, tmp_path, to)
+
+
+def test_one_process_has_nothing_to_consolidate() -> None:
+    params = made()
+    optimizer = CASES["soap"].make(params)
+    optimizer.consolidate_state_dict()
+    trained(params, optimizer)
+    optimizer.consolidate_state_dict()
+    compare(optimizer.state_dict()["state"], alone("soap")["state"])

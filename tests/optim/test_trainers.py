@@ -1,5 +1,6 @@
 """Trainers people use: the optimizer goes in, and a stopped training resumes to the same bits."""
 
+import os
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,47 @@ def resumes_to_the_same_bits(name: str, folder: Path, make_model: Any, extra: An
     assert equal(resumed, straight)
     assert not equal(stopped, straight)
     return straight
+
+
+def under_ddp(folder: Path, steps: int, consolidates: bool = True) -> Any:
+    """A Trainer, of which rank 0 alone asks the optimizer for its state."""
+    from transformers import TrainerCallback
+
+    class Consolidate(TrainerCallback):
+        def on_step_end(
+            self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any
+        ) -> None:
+            if control.should_save and consolidates:
+                optimizer.optimizer.consolidate_state_dict()
+
+    model, tokens = gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0), torch.arange(512) % 31
+    optimizer = isokron.SOAP(isokron.param_groups(model), every=2)
+    settings = {"max_steps": steps, "save_steps": 3, "lr_scheduler_type": "constant"}
+    how = {"optimizers": (optimizer, None), "callbacks": [Consolidate()]}
+    run = trainer(folder, model, tokens.view(32, 16), settings, **how)
+    optimizer.distribute(timeout=60.0 if consolidates else 1.0)
+    return run
+
+
+def saved_by_one_rank(folder: Path) -> None:
+    # accelerate asks for it, though there is a process group
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "LOCAL_WORLD_SIZE": "2"}
+    straight, first, second = (
+        under_ddp(folder / part, n) for part, n in (("a", 6), ("b", 3), ("b", 6))
+    )
+    straight.train()
+    first.train()
+    second.train(resume_from_checkpoint=True)
+    assert equal(straight.model, second.model)
+    assert not equal(straight.model, first.model)
+    under_ddp(folder / "c", 3, consolidates=False).train()
+
+
+def test_a_trainer_on_ranks_saves_what_they_consolidate(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason='pip install "isokron[hf]"')
+    error = processes.outcomes(2, saved_by_one_rank, tmp_path, awaited=1)[0]
+    assert "rank 0 has waited 1 s in optimizer.state_dict() for rank 1" in str(error)
+    assert "optimizer.consolidate_state_dict() on all" in str(error)
 
 
 def test_a_function_of_the_model_makes_the_optimizer_of_a_trainer(tmp_path: Path) -> None:

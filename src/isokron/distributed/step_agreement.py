@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from isokron.distributed.attendance import attend
 from isokron.distributed.dtensor import (
     Place,
     is_sharded,
@@ -219,9 +220,14 @@ class StepAgreement:
         self._started = True
         return None if trouble is None else trouble.text
 
-    def agree(self, facts: Mapping[Members, Facts], what: str) -> None:
-        """Raise on all ranks unless the facts of each party are the same on all of its members."""
-        trouble, differing = self._compare_facts(facts, what)
+    def agree(self, facts: Mapping[Members, Facts], call: str, remedy: str) -> None:
+        """Raise on all ranks unless the facts of each party are the same on all of its members.
+
+        `remedy`: what to do where only some ranks make this call.
+        """
+        for party in sorted(facts, key=len):
+            attend(party, self.timeout, call, remedy)
+        trouble, differing = self._compare_facts(facts, call)
         if differing is not None:
             raise differing
         if trouble is not None:

@@ -80,6 +80,8 @@ class Preconditioned(torch.optim.Optimizer):
     """
 
     _recorder: Recorder | None = None  # made by the first call of `statistics`
+    # by consolidate_state_dict: the state of all ranks, or {} where another rank has it
+    _consolidated: dict[int, Any] | None = None
 
     def __init__(
         self, params: Params, lr: float | Tensor, traits: Traits | None = None, **settings: Any
@@ -161,6 +163,7 @@ class Preconditioned(torch.optim.Optimizer):
     @torch.no_grad()
     def step_checked(self) -> None:
         """A step whose gradients are known to be usable."""
+        self._consolidated = None
         if self._recorder is not None:
             self._recorder.begin_step()
         for group, layout in zip(self.param_groups, self._current_layouts(), strict=True):
@@ -420,6 +423,7 @@ class Preconditioned(torch.optim.Optimizer):
         )
         # a copy: torch writes into it, and the caller may make another optimizer of the same groups
         super().add_param_group(dict(param_group))
+        self._consolidated = None
         group = self.param_groups[-1]
         if isinstance(group["lr"], Tensor):
             group["lr"] = group["lr"].clone()  # groups that share it would all scale it in turn
@@ -517,6 +521,7 @@ class Preconditioned(torch.optim.Optimizer):
         for group, layout in zip(self.param_groups, self._current_layouts(), strict=True):
             if layout.averages and group["mode"] != mode:
                 layout.averages.show_(mode, group)
+                self._consolidated = None
             group["mode"] = mode if layout.averages else "train"
 
     def state_dict(self) -> dict[str, Any]:
@@ -524,8 +529,12 @@ class Preconditioned(torch.optim.Optimizer):
 
         Where ranks share parameters all must call it: their state is DTensors, which
         torch.distributed.checkpoint saves and reshards; `full_state_dict` makes them plain.
+        After `consolidate_state_dict` it is local.
         """
         packed = self._packed()
+        if self._consolidated is not None:
+            packed["state"] = self._consolidated or packed["state"]
+            return packed if self._consolidated else partial_state(packed)
         batches = [batch for layout in self._layouts for batch in layout.batches]
         blocks = any(batch.exchange is not None for batch in batches)
         # AdamW's state of sharded parameters is sharded as they are: nothing to exchange
@@ -558,6 +567,15 @@ class Preconditioned(torch.optim.Optimizer):
                     entry[key] = value
         return packed if receives else {}
 
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Until the next step, let `state_dict()` on the global rank `to` be that of one process.
+
+        All ranks must call it, as with torch's ZeroRedundancyOptimizer: for trainers that call
+        `state_dict()` on one rank alone. That rank keeps a copy of the state of all until then.
+        """
+        if self.state and self._is_shared():
+            self._consolidated = self.full_state_dict(to).get("state", {})
+
     def _packed(self) -> dict[str, Any]:
         """torch's state dict of what this process has, in the order of parameters."""
         if self._layouts:
@@ -579,7 +597,12 @@ class Preconditioned(torch.optim.Optimizer):
             type(self).__name__, self.param_groups, self._layouts, self._agreement.members
         )
         shared = {members: [*arguments.items(), *about] for members, about in facts.items()}
-        self._agreement.agree(shared, "optimizer.state_dict()")
+        remedy = (
+            "every rank has a part of the state, so all call it; to save on one rank, call "
+            "optimizer.full_state_dict(to_rank=0) on all, or in a trainer that calls state_dict() "
+            "on rank 0 alone first optimizer.consolidate_state_dict() on all"
+        )
+        self._agreement.agree(shared, "optimizer.state_dict()", remedy)
 
     def _numbers(self) -> dict[Tensor, int]:
         """The number of each parameter in a state dict."""
@@ -589,6 +612,7 @@ class Preconditioned(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume from a state dict, to the bit; half-precision parameters keep float32 state."""
         self._join()
+        self._consolidated = None
         with checkpoint.loading(self):
             super().load_state_dict(dict(state_dict))
 
