@@ -325,4 +325,4 @@ def test_a_run_goes_through_few_files(isokron: Call) -> None:
     assert code == 0, err
     package = Path(sys.modules["isokron"].__file__ or "").parent
     ours = sorted(f for f in files if f.startswith(str(package)) and f.endswith(".py"))
-    assert len(ours) <= 35, ours
+    assert len(ours) <= 40, ours

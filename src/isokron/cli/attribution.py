@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import typer
 
 from isokron.cli import process
-from isokron.cli.encoding import echo, is_utf8
+from isokron.cli.encoding import echo, json_text
 from isokron.cli.process import work
 from isokron.cli.source import (
     Dtype,
@@ -27,6 +26,7 @@ from isokron.cli.terminal import (
     SHOWN,
     Display,
     example_line,
+    joined,
     score_records,
     show_scores,
 )
@@ -368,7 +368,7 @@ def score_self(run: Path, scoring: Scoring, resources: Resources) -> None:
                     write_atomically(path, [save({"self_influence": values.contiguous()})])
     for number in values.argsort(descending=True, stable=True)[: scoring.top].tolist():
         example = example_line(a, number)
-        echo(f"    {float(values[number]):12.5g}  {a.data.ids[number]:<20}  {example}")
+        echo(f"    {float(values[number]):12.5g}  {joined(a.data.ids[number]):<20}  {example}")
     echo(f"Influence of examples on themselves: {path}")
 
 
@@ -400,7 +400,7 @@ def query(
             continue
         if as_json:
             for record in score_records(a, queries, scores, scoring.top):
-                echo(json.dumps(record, ensure_ascii=not is_utf8()))
+                echo(json_text(record))
         else:
             show_scores(a, queries, scores, scoring.top)
     if failed and not sys.stdin.isatty():

@@ -1,12 +1,22 @@
-"""Output to terminals and files that cannot show all characters."""
+"""Output to terminals and files: all text that a user's data may be part of is printed by `echo`.
+
+Control characters and direction marks are made visible, since a terminal obeys them: they can set
+its title or its clipboard, or hide what follows. Characters that its encoding lacks are spelled.
+"""
 
 from __future__ import annotations
 
 import codecs
 import io
+import json
+import logging
 import os
 import sys
 import unicodedata
+import warnings
+from typing import Any
+
+from isokron.report.render import visible
 
 # what stands for characters that messages and tables are written with
 SPELLINGS = {
@@ -31,11 +41,25 @@ def configure_output() -> None:
         if isinstance(stream, io.TextIOWrapper):
             encoding = "ascii" if plain and stream.isatty() else None
             stream.reconfigure(encoding=encoding, errors=HANDLER)
+    # messages may quote data, too
+    warnings.showwarning = lambda message, *_, **__: warn(str(message))
+    logging.basicConfig(handlers=[Messages()])
+
+
+class Messages(logging.Handler):
+    """Prints log records in one line each."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        warn(record.getMessage())
+
+
+def warn(message: str) -> None:
+    echo(f"isokron: warning: {' '.join(message.split())}", err=True)
 
 
 def echo(text: str = "", *, err: bool = False, end: str = "\n") -> None:
     """Print to stdout or stderr in its encoding; typer.echo takes UTF-8 where that is ASCII."""
-    print(text, file=sys.stderr if err else sys.stdout, end=end, flush=True)
+    print(visible(text), file=sys.stderr if err else sys.stdout, end=end, flush=True)
 
 
 def is_utf8() -> bool:
@@ -45,7 +69,16 @@ def is_utf8() -> bool:
 
 def printable(text: str) -> str:
     """The text as stdout will show it, so that columns can be aligned by its length."""
-    return text if is_utf8() else "".join(map(spelling, text))
+    return visible(text) if is_utf8() else "".join(map(spelling, visible(text)))
+
+
+def json_text(value: Any) -> str:
+    """JSON in which invisible characters are escaped, so that `echo` prints it as it is."""
+    text = json.dumps(value, ensure_ascii=not is_utf8())
+    unseen = {character for character in set(text) if visible(character) != character}
+    # json.dumps escapes all of them but DEL
+    escapes = {ord(character): json.dumps(character)[1:-1] for character in unseen}
+    return text.translate({**escapes, 0x7F: "\\u007f"})
 
 
 def spelling(character: str) -> str:

@@ -7,9 +7,11 @@ from typing import Annotated
 import typer
 
 from isokron.cli.attribution import CurvatureOptions
+from isokron.cli.encoding import echo
 from isokron.cli.process import work
 from isokron.cli.race import TASK
 from isokron.cli.terminal import Display, fitted_table, output
+from isokron.report.render import visible
 
 STEPS = (
     "Train this many steps first, since an untrained model's curvature says little. "
@@ -65,6 +67,6 @@ def inspect(
     verdict, _, notes = texts(result)
     title, console = "{task}, {method}, {examples:,} examples".format(**result.settings), output()
     console.print(fitted_table(title, table(result), console.width, spare=SPARE))
-    console.print("\n".join(notes), style="dim")
-    console.print(" ".join(verdict))
-    typer.echo(f"Page: {(out / 'index.html').resolve()}")
+    console.print(visible("\n".join(notes)), style="dim")
+    echo(" ".join(verdict))
+    echo(f"Page: {(out / 'index.html').resolve()}")

@@ -8,6 +8,7 @@ import typer
 
 from isokron.cli.encoding import echo, printable
 from isokron.cli.terminal import output
+from isokron.report.render import visible
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 WIDTH = 100  # a narrower terminal wraps lines, which is better than numbers that are cut
@@ -112,9 +113,8 @@ def show(planned: Mapping[str, Any]) -> None:
         )
     console, rates = output(WIDTH, log=WIDTH), [planned["product_flops"], planned["eigh_flops"]]
     held = HELD[planned["layout"]].format(**planned, copies=planned["ranks"] // planned["shard"])
-    console.print(
-        "{model}: {parameters:,} parameters in {tensors:,} tensors of {dtype}".format(**planned)
-    )
+    model = "{model}: {parameters:,} parameters in {tensors:,} tensors of {dtype}".format(**planned)
+    console.print(visible(model))
     console.print(f"{planned['ranks']:,} rank{'s' * (planned['ranks'] > 1)}, {held}")
     console.print(table)
     speeds = "products at {:.3g} TFLOP/s and decompositions at {:.3g}".format(

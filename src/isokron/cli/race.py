@@ -11,6 +11,7 @@ import typer
 from isokron.cli.encoding import echo
 from isokron.cli.process import work
 from isokron.cli.terminal import Display, fitted_table, output
+from isokron.report.render import visible
 
 if TYPE_CHECKING:
     from isokron.race import Result
@@ -89,5 +90,5 @@ def show(result: Result, folder: Path) -> None:
     bold = [row[0] for row in cells].index(winner.optimizer) if winner is not None else -1
     title = "{task}, {steps} steps, {unit}".format(**result.settings)
     console.print(fitted_table(title, cells, console.width, bold))
-    console.print("\n".join(sentences(result)[2:]), style="dim")
+    console.print(visible("\n".join(sentences(result)[2:])), style="dim")
     echo(f"Page: {(folder / 'index.html').resolve()}")

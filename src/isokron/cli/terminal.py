@@ -15,6 +15,7 @@ from rich.text import Text
 
 from isokron.cli import process
 from isokron.cli.encoding import echo, printable
+from isokron.report.render import visible
 
 if TYPE_CHECKING:
     from isokron.attribution import Attributor, Query, Scores
@@ -67,12 +68,12 @@ class Display:
             if stage != self.stage:
                 self.stage = stage
                 self.bar.reset(self.task, total=total, description=stage, visible=True)
-            self.bar.update(self.task, completed=done, total=total, note=note)
+            self.bar.update(self.task, completed=done, total=total, note=visible(note))
         elif done == total or time.monotonic() - self.printed > QUIET_SECONDS:
             self.printed = time.monotonic()
             parts = [f"{done} of {total}" if total else "", note]
             text = ", ".join(part for part in parts if part)
-            line = f"{stage}: {text}" if text else stage
+            line = visible(f"{stage}: {text}" if text else stage)
             # a log has one line per message, however long
             self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -127,7 +128,7 @@ def fitted_table(
             columns = [column for column in columns if str(column[0]) != printable(name)]
     if not fits() and not spare:
         columns = [tuple(row) for row in rows]
-    table = Table(title=Text(title), title_justify="left")
+    table = Table(title=Text(printable(title)), title_justify="left")
     for i, column in enumerate(columns):
         options: dict[str, Any] = {"overflow": "fold", "vertical": "bottom"}
         options["min_width"] = longest(column) if fits() else None
@@ -150,14 +151,14 @@ def show_scores(a: Attributor, queries: Sequence[Query], scores: Scores, most: i
         query = queries[number] if one_by_one else queries[0]
         name = query.name if one_by_one else f"{len(queries)} queries"
         text = "".join(query.shown[0].tokens) if query.shown[0].generated else ""
-        echo(f"\n{name[:WIDTH]}{' → ' if text else ': '}{text or one_line(query.shown[0])}")
+        echo(f"\n{joined(name)[:WIDTH]}{' → ' if text else ': '}{text or one_line(query.shown[0])}")
         positive = float(scores[number].clamp_min(0).sum())
         for sign, ranked in (("+", top.proponents), ("−", top.opponents)):
             for entry in ranked:
                 # without proponents there is no positive influence, and scores are shown instead
                 size = abs(entry.score) / (positive or 1.0)
                 size_text = f"{size:7.2%}" if positive else f"{size:7.3g}"
-                line = f"{entry.id:<20}  {example_line(a, entry.example)}"
+                line = f"{joined(entry.id):<20}  {example_line(a, entry.example)}"
                 echo(f"  {sign} {size_text}  {line}")
         checked = scores.answers[number]["verify"] if scores.answers else None
         if checked is not None:
@@ -168,7 +169,7 @@ def show_scores(a: Attributor, queries: Sequence[Query], scores: Scores, most: i
             foremost = scores.answers[number]["proponents"][0]
             if foremost["nats"] is not None:
                 change = f"{foremost['nats']:+.3g} nats"
-                echo(f"  predicted change without {foremost['id']}: {change}")
+                echo(f"  predicted change without {joined(foremost['id'])}: {change}")
 
 
 def score_records(
@@ -191,7 +192,12 @@ def example_line(a: Attributor, number: int, width: int = WIDTH) -> str:
 
 
 def one_line(shown: Shown, width: int = WIDTH) -> str:
-    text = " ".join(shown.text.split())
+    text = joined(shown.text)
     text = text if len(text) <= width else text[: width - 1] + "…"
-    parts = [shown.title, f"label {shown.label}" if shown.label else "", text]
+    parts = [joined(shown.title), f"label {joined(shown.label)}" if shown.label else "", text]
     return ", ".join(part for part in parts if part)
+
+
+def joined(text: str) -> str:
+    """The text in one line: an id with a line break must not look like another entry."""
+    return " ".join(text.split())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import re
-import unicodedata
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,13 +12,12 @@ from typing import Any
 
 from isokron.files import write_atomically
 from isokron.report.charts import Chart, draw_histogram
-from isokron.report.render import percent, plural, render
+from isokron.report.render import percent, plural, render, visible
 
 FORMAT, VERSION = "isokron scores", 2  # of scores/*.json
 LAYERS = 12  # layers with a bar on a card
 LINES, COLUMNS = 14, 62  # longer texts are folded
 SMALL = 96  # images up to this width are shown with sharp pixels
-UNSEEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # Unicode categories of invisible characters
 MODES = {"mean": "Mean of {}", "nearest": "Nearest of {}"}
 
 Json = dict[str, Any]
@@ -47,7 +45,7 @@ def write_report(folder: Path, page: Path | None = None) -> Path:
 def _read(path: Path) -> Json:
     """The scores of one set of queries, with a pane for every query."""
     try:
-        record: Json = json.loads(path.read_text(encoding="utf-8"))
+        record: Json = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_visible)
         if (record["format"], record["version"]) != (FORMAT, VERSION):
             raise ValueError(f"got {record['format']!r}, version {record['version']!r}")
         # ids are parts of links, where other characters would have to be encoded
@@ -60,6 +58,17 @@ def _read(path: Path) -> Json:
             f"({type(error).__name__}: {error}); score the queries again with `isokron score`"
         ) from error
     return record
+
+
+def _visible(pairs: list[tuple[str, Any]]) -> Json:
+    """A JSON object in which no text has invisible characters."""
+
+    def shown(value: Any) -> Any:
+        if isinstance(value, list):
+            return [visible(part) if isinstance(part, str) else part for part in value]
+        return visible(value) if isinstance(value, str) else value
+
+    return {key: shown(value) for key, value in pairs}
 
 
 def _repeated(panes: Sequence[Json]) -> list[list[Json]]:
@@ -76,7 +85,7 @@ def _pane(record: Json, k: int) -> Json:
     """One query as its template shows it. Shares are of the sum of its positive scores."""
     answer, mode = record["answers"][k], record["method"]["mode"]
     shown, unit = answer["shown"], answer["positive"]
-    title = visible(answer["query"]) or f"query {k + 1}"
+    title = answer["query"] or f"query {k + 1}"
     if mode in MODES:
         title = MODES[mode].format(plural(len(shown), "query", "queries"))
     pane = answer | {"id": f"{record['id']}.{k}", "title": title}
@@ -87,7 +96,7 @@ def _pane(record: Json, k: int) -> Json:
     }
     pane["cards"] = pane["sides"]["for"] + pane["sides"]["against"]
     pane["largest"] = max((abs(card["score"]) for card in pane["cards"]), default=1.0)
-    pane["said"] = visible(answer["said"] or "")
+    pane["said"] = answer["said"] or ""
     pane["error"] = _share(answer["standard_error"], unit)
     pane["chart"] = _histogram(pane)
     # only a single query has scores and losses by token
@@ -148,8 +157,8 @@ def _histogram(pane: Json) -> str:
 
 def _text(shown: Json, shares: Sequence[float | None], losses: Sequence[float] = ()) -> Json:
     """The text of an example; a script splits it into tokens and colours them."""
-    tokens = [visible(token) for token in shown.get("tokens", ())]
-    text, context = "".join(tokens), visible(shown.get("context", ""))
+    tokens = shown.get("tokens", ())
+    text, context = "".join(tokens), shown.get("context", "")
     lines = sum(1 + len(line) // COLUMNS for line in (context + text).split("\n"))
     data = {
         name: " ".join("?" if value is None else f"{value:.4g}" for value in numbers)
@@ -159,7 +168,7 @@ def _text(shown: Json, shares: Sequence[float | None], losses: Sequence[float] =
     if data:
         # JavaScript counts UTF-16 units
         data["cuts"] = " ".join(str(len(token.encode("utf-16-le")) // 2) for token in tokens)
-    title, label = visible(shown.get("title", "")), shown.get("label", "")
+    title, label = shown.get("title", ""), shown.get("label", "")
     full, image = f"{title} {context}{text}".strip(), shown.get("image", "")
     return {
         "text": text,
@@ -178,16 +187,3 @@ def _text(shown: Json, shares: Sequence[float | None], losses: Sequence[float] =
 
 def _share(value: float | None, unit: float) -> float | None:
     return None if value is None or not unit else value / unit
-
-
-def visible(text: str) -> str:
-    """The text with invisible characters, such as controls and direction marks, made visible."""
-    if text.isprintable():
-        return text
-    return "".join(
-        char
-        # joiners belong to emoji and to Persian or Indic words
-        if char in "\n\t\u200c\u200d" or unicodedata.category(char) not in UNSEEN
-        else (chr(0x2400 + ord(char)) if ord(char) < 0x20 else f"⟨U+{ord(char):04X}⟩")
-        for char in text
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import unicodedata
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 FOLDER = Path(__file__).parent
 MISSING = "–"  # for numbers that are missing or not finite
+UNSEEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # Unicode categories of invisible characters
 SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -118,3 +120,16 @@ def _sign(value: float, plus: bool) -> str:
 def plural(value: int, singular: str, plural_form: str = "") -> str:
     """A count with its noun: 1 query, 12 queries."""
     return f"{value:,} {singular if value == 1 else plural_form or singular + 's'}"
+
+
+def visible(text: str) -> str:
+    """The text with invisible characters, such as controls and direction marks, made visible."""
+    if text.isprintable():
+        return text
+    return "".join(
+        char
+        # joiners belong to emoji and to Persian or Indic words
+        if char in "\n\t\u200c\u200d" or unicodedata.category(char) not in UNSEEN
+        else (chr(0x2400 + ord(char)) if ord(char) < 0x20 else f"⟨U+{ord(char):04X}⟩")
+        for char in text
+    )
