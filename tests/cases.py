@@ -153,6 +153,17 @@ CASES = [
 ]
 
 
+def natural(model: nn.Module) -> isokron.NaturalGradient:
+    return isokron.NaturalGradient(model, lr=1e-2, every=3)
+
+
+# Every optimizer of a model by name, NaturalGradient too.
+MAKERS: dict[str, Callable[[nn.Module], Any]] = {
+    **{case.name: lambda model, case=case: case.make(model.parameters()) for case in CASES},
+    "natural": natural,
+}
+
+
 class Net(nn.Module):
     """A little of everything: convolution, norm, embedding-like table, linear layers, scalar."""
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import isokron
-from cases import CASES, Whitening, equal, loss_of, net
+from cases import MAKERS, Whitening, equal, loss_of, natural, net
 from isokron.linalg.precision import full_precision, is_switched
 from isokron.optim.functional_step import FunctionalStep
 
@@ -46,16 +46,10 @@ def stepped(make: Callable[[nn.Module], Any], around: Around, steps: int = 9) ->
     return model
 
 
-def natural(model: nn.Module) -> isokron.NaturalGradient:
-    return isokron.NaturalGradient(model, lr=1e-2, every=3)
+every_maker = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 
 
-MAKERS = [
-    pytest.param(lambda m, c=case: c.make(m.parameters()), id=case.name) for case in CASES
-] + [pytest.param(natural, id="natural")]
-
-
-@pytest.mark.parametrize("make", MAKERS)
+@every_maker
 def test_a_step_inside_autocast_is_the_step(make: Callable[[nn.Module], Any]) -> None:
     assert equal(stepped(make, autocast), stepped(make, nullcontext))
 
@@ -202,7 +196,7 @@ def test_products_of_a_step_are_in_float32(reduce: Callable[[], None], refresh: 
         assert precisions() == ["ieee"] * 3
 
 
-@pytest.mark.parametrize("make", MAKERS)
+@every_maker
 def test_a_step_is_the_same_whatever_the_precision_of_products(
     make: Callable[[nn.Module], Any],
 ) -> None:

@@ -27,6 +27,7 @@ from isokron.curvature.statistics import GradientRows, Sums
 from isokron.distributed import Ranks
 from isokron.distributed.rank_tasks import gather
 from isokron.linalg import eigh, lift, on_host
+from isokron.linalg.device_transfer import as_tensor
 from isokron.operators import store, woodbury_policy
 from isokron.operators.low_rank import gram, pieces
 
@@ -124,7 +125,7 @@ class RunningFisher:
 
     def load_(self, entry: Mapping[str, Any], like: Tensor) -> None:
         """Take over a checkpoint, in memory of its own; {}: nothing is known yet."""
-        state = {key: torch.as_tensor(value).clone() for key, value in entry.items()}
+        state = {key: as_tensor(value).clone() for key, value in entry.items()}
         wanted = self.shapes("columns" in state, "momentum" in state) if state else {}
         for key in sorted(state.keys() | wanted.keys()):
             shapes = [tuple(state[key].shape) if key in state else None, wanted.get(key)]

@@ -209,7 +209,7 @@ class GradientBuckets:
     def clip_norm_(self, max_norm: float) -> Tensor:
         """g ← g·min(1, max_norm/(‖g‖ + 10⁻⁶)), g the averages of all ranks; returns ‖g‖."""
         self.average_()
-        squares = torch.zeros((), dtype=torch.float64)
+        squares = torch.zeros((), dtype=torch.float64, device="cpu")
         for param in self._slots:
             rows = self.rows(param)
             if rows is not None and (param.ndim or self.ranks.rank == 0):  # all ranks have scalars

@@ -116,7 +116,7 @@ def _address_table(
     """Addresses [list, tensor], and the tensors grouped by 16-byte alignment in every list."""
     # the copy is ordered only on its stream, which is therefore part of the cache key; waiting for
     # it would mean waiting for the backward pass
-    host = torch.tensor(addresses, dtype=torch.int64)
+    host = torch.tensor(addresses, dtype=torch.int64, device="cpu")
     aligned = (host % 16 == 0).all(dim=0)
     groups = [(flag, (aligned == flag).nonzero().flatten().tolist()) for flag in (True, False)]
     if device.type == "cuda":
@@ -128,12 +128,12 @@ def _address_table(
 @lru_cache(maxsize=32)
 def _chunk_table(device: torch.device, sizes: tuple[int, ...], rows: tuple[int, ...]) -> Tensor:
     """Work of each program: tensor, first element, remaining elements. [3, chunks]"""
-    size = torch.tensor(sizes)
+    size = torch.tensor(sizes, device="cpu")
     chunks = (size + BLOCK - 1) // BLOCK
-    tensor = torch.arange(len(sizes)).repeat_interleave(chunks)
-    offset = (torch.arange(len(tensor)) - (chunks.cumsum(0) - chunks)[tensor]) * BLOCK
+    tensor = torch.arange(len(sizes), device="cpu").repeat_interleave(chunks)
+    offset = (torch.arange(len(tensor), device="cpu") - (chunks.cumsum(0) - chunks)[tensor]) * BLOCK
     work = torch.stack([tensor, offset, size[tensor] - offset])
-    return work[:, torch.isin(tensor, torch.tensor(rows))].contiguous().to(device)
+    return work[:, torch.isin(tensor, torch.tensor(rows, device="cpu"))].contiguous().to(device)
 
 
 @triton.jit(do_not_specialize=["tensors", "chunks"])

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,11 @@ def surely_all(condition: Tensor) -> bool:
     Only for shortcuts: callers must also be right when the answer is False.
     """
     return condition.device.type == "cpu" and bool(condition.all())
+
+
+def as_tensor(value: Any) -> Tensor:
+    """A tensor itself, a number on the host; torch.as_tensor moves both to the default device."""
+    return value if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:

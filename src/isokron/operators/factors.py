@@ -19,7 +19,7 @@ class Identity:
         """I in float64 on the CPU."""
         if n is None:
             raise ValueError("Identity has no size of its own; give to_dense the size n")
-        return torch.eye(n, dtype=torch.float64)
+        return torch.eye(n, dtype=torch.float64, device="cpu")
 
 
 @dataclass(frozen=True, eq=False)

@@ -61,7 +61,10 @@ class KronEigen:
         """The matrix on row-major vec(X)."""
         order, values = len(self.bases), self.eigenvalues
         pairs = zip(self.bases, values.shape[-order:], strict=True)
-        sides = [torch.eye(n).to(values) if basis is None else basis for basis, n in pairs]
+        sides = [
+            torch.eye(n, dtype=values.dtype, device=values.device) if basis is None else basis
+            for basis, n in pairs
+        ]
         basis = reduce(_kron, sides)
         return (basis * values.flatten(-order).unsqueeze(-2)) @ basis.mT
 

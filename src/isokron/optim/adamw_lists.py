@@ -22,6 +22,7 @@ from isokron.distributed import (
 )
 from isokron.distributed.gradient_buckets import BUCKET_BYTES, GradientBuckets
 from isokron.kernels import Lists, StepCount, Tensors, adamw_
+from isokron.linalg.device_transfer import as_tensor
 from isokron.optim.quantization import dequantize, quantize, stochastic_bfloat16
 from isokron.optim.settings import decay_rate, learning_rate
 
@@ -170,7 +171,7 @@ class CompactList:
         for row, entry in zip(self.rows, saved, strict=True):
             for key, value in row.items():
                 if key in entry:
-                    value.copy_(torch.as_tensor(entry[key]))
+                    value.copy_(as_tensor(entry[key]))
 
     def step_(self, group: Mapping[str, Any]) -> bool:
         """One step; the state stays in its tensors."""

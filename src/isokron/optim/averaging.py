@@ -23,7 +23,7 @@ class Averages:
         self.params = params
         self.iterate = [_wide_copy(p, group) for p in params]
         self.average = [_wide_copy(p, group) for p in params]
-        self.weight = torch.zeros(len(params), dtype=torch.float64)
+        self.weight = torch.zeros(len(params), dtype=torch.float64, device="cpu")
 
     def entry(self, i: int) -> dict[str, Tensor]:
         return {

@@ -297,11 +297,11 @@ class BatchStep:
 
     batch: Batch
     views: list[BlockView] = field(default_factory=list)
-    rows: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    rows: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64, device="cpu"))
     index: Tensor | None = None
     state: dict[str, Tensor] = field(default_factory=dict)
-    grad: Tensor = field(default_factory=lambda: torch.empty(0))  # [B, ...]
-    direction: Tensor = field(default_factory=lambda: torch.empty(0))  # [B, ...]
+    grad: Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))  # [B, ...]
+    direction: Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))  # [B, ...]
     arriving: Arriving | None = None
 
     @property

@@ -17,6 +17,7 @@ from isokron.distributed import (
     shard_rows,
     unshard_rows,
 )
+from isokron.linalg.device_transfer import as_tensor
 from isokron.optim.blocks import Batch
 from isokron.optim.layout import GroupLayout
 from isokron.optim.refresh import is_under_way
@@ -161,7 +162,7 @@ def load_(
             saved = state.get(param) or {}
             for key, value in layout.averages.entry(i).items():
                 if key in saved:
-                    fill_(value, torch.as_tensor(saved[key]))
+                    fill_(value, as_tensor(saved[key]))
 
 
 def _load_batch_(batch: Batch, state: Mapping[Tensor, Any], group: Mapping[str, Any]) -> None:
@@ -171,7 +172,9 @@ def _load_batch_(batch: Batch, state: Mapping[Tensor, Any], group: Mapping[str, 
         batch.step[i] = float(entry.get("step", 0))
     if exchange is not None:
         shared = [_state_of(state.get(param), adamw=False) for param in exchange.params]
-        exchange.step[:] = torch.tensor([float(entry.get("step", 0)) for entry in shared])
+        exchange.step[:] = torch.tensor(
+            [float(entry.get("step", 0)) for entry in shared], device="cpu"
+        )
     for key, stacked in batch.saved().items():
         if exchange is not None:
             keys = [f"{key}.{number}" for number in exchange.numbers]
@@ -200,7 +203,7 @@ def _check_shapes(
 ) -> None:
     for _, where, saved, expected in _pairs(layout, state, group, optimizer):
         for key in saved.keys() & expected.keys():
-            value = torch.as_tensor(saved[key])
+            value = as_tensor(saved[key])
             shape = value.shape
             if value.is_floating_point() != expected[key].is_floating_point():
                 raise ValueError(

@@ -215,7 +215,9 @@ def build_layout(
         shifts = staggered_shifts([row.block.shape for row in blocks], group, work)
         by_block = {(r.param, r.number): shift for r, shift in zip(blocks, shifts, strict=True)}
         for batch in layout.batches:
-            batch.shift[:] = torch.tensor([by_block[r.param, r.number] for r in batch.rows])
+            batch.shift[:] = torch.tensor(
+                [by_block[r.param, r.number] for r in batch.rows], device="cpu"
+            )
             batch.together = last_common_step(group)
     return layout
 

@@ -441,7 +441,7 @@ class NaturalGradient(torch.optim.Optimizer):
         size = sum(v.nbytes for f in fishers for k, v in f.state.items() if k not in COUNTS)
         square, elements = self._update or (0.0, 0)
         if self._update is None:
-            self._update = torch.zeros(()), 0
+            self._update = torch.zeros((), device="cpu"), 0
         counts = (elements, elements, refreshes + self.failed_refreshes, self.failed_refreshes)
         layers = summary(group, True, (float(square), 0, 0, 0, *counts, size), conditions)
         return [layers, *(self._adamw.statistics() if self._adamw is not None else [])]

@@ -26,6 +26,7 @@ from isokron.distributed import (
     ranks_of,
 )
 from isokron.linalg import on_host, sent
+from isokron.linalg.device_transfer import as_tensor
 from isokron.linalg.precision import full_precision
 from isokron.optim import checkpoint
 from isokron.optim.blocks import Batch, BatchStep, Copies, write_back
@@ -585,7 +586,7 @@ class Preconditioned(torch.optim.Optimizer):
         # batch by batch the order would differ from rank to rank; and parameters that share a step
         # counter here must not in an optimizer that counts each
         packed["state"] = {
-            index: {**entry, "step": torch.as_tensor(entry["step"]).clone()}
+            index: {**entry, "step": as_tensor(entry["step"]).clone()}
             for index, entry in sorted(packed["state"].items())
         }
         packed["param_groups"] = checkpoint.with_dtype_names(packed["param_groups"])

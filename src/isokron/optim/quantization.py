@@ -22,7 +22,9 @@ UNIT = 2**15 - 1  # the code of a correlation of 1
 
 def dynamic_levels(decades: int) -> Tensor:
     """2ⁱ evenly spaced levels in (10^(i−d), 10^(i−d+1)] for i < d decades, in float64. [2ᵈ − 1]"""
-    numbers = [torch.arange(1, 2**i + 1, dtype=torch.float64) / 2**i for i in range(decades)]
+    numbers = [
+        torch.arange(1, 2**i + 1, dtype=torch.float64, device="cpu") / 2**i for i in range(decades)
+    ]
     return torch.cat([10.0 ** (i - decades) * (1 + 9 * x) for i, x in enumerate(numbers)])
 
 
@@ -34,7 +36,7 @@ def _tables(signed: bool, device: torch.device) -> tuple[Tensor, Tensor, int]:
         levels = torch.cat([levels.new_zeros(1), levels])
     edges = torch.tensor([levels[levels > 0][0] / 4, 1.0], dtype=torch.float32, device="cpu")
     first, last = (edges.view(torch.int32) >> SHIFT).tolist()
-    bits = torch.arange(first, last + 1, dtype=torch.int32) << SHIFT
+    bits = torch.arange(first, last + 1, dtype=torch.int32, device="cpu") << SHIFT
     middle = (bits + (1 << (SHIFT - 1))).view(torch.float32).double()
     nearest = torch.bucketize(middle, (levels[1:] + levels[:-1]) / 2)
     if signed:

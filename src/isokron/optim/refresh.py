@@ -163,7 +163,7 @@ class Refresher:
             landing = rows_where(takes_effect, turns, group).nonzero().flatten()
             # rows that were refreshed before `refresh` became a delay have nothing to install
             begun = [int(rows[i]) in batch.jobs.keys() | batch.pending for i in landing]
-            ready = landing[torch.tensor(begun, dtype=torch.bool)]
+            ready = landing[torch.tensor(begun, dtype=torch.bool, device="cpu")]
             if len(ready):
                 install(ready, *_finished(batch, rows[ready].tolist()))
         due = rows_where(is_due, turns, group)

@@ -128,7 +128,7 @@ class GroupPart(NamedTuple):
     conditions: Tensor
 
 
-NOTHING = torch.zeros(4, dtype=torch.float64)
+NOTHING = torch.zeros(4, dtype=torch.float64, device="cpu")
 NO_BLOCKS = NOTHING[:0]
 
 
@@ -146,7 +146,7 @@ def statistics(
     totals = [[0.0] * 9 for _ in groups]
     all_conditions: list[list[float]] = [[] for _ in groups]
     for ranks, rows in numbers.items():
-        flat = torch.tensor([x for _, row in rows for x in row], dtype=torch.float64)
+        flat = torch.tensor([x for _, row in rows for x in row], dtype=torch.float64, device="cpu")
         if ranks is not None:
             flat = ranks.all_reduce_(flat.to(ranks.device), what="optimizer.statistics()").cpu()
         for (i, _), row in zip(rows, flat.split([len(row) for _, row in rows]), strict=True):
