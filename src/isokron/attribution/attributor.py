@@ -36,6 +36,7 @@ from isokron.curvature.optimizer_state import curvature_from_optimizer, read_che
 from isokron.distributed import Ranks
 from isokron.distributed.rank_tasks import in_turn
 from isokron.files import check_same
+from isokron.report.attribution import write_report
 from isokron.tasks import Shown, Task
 from isokron.training import Progress, silent
 
@@ -445,8 +446,6 @@ class Attributor:
         self.memory_plan().check()
         return self.exact.self_influence(self.exact.settled({"damping": damping})["damping"])
 
-    def report(self, path: str | Path | None = None) -> Path:
-        """Write an HTML page of all scores of the run, and return its path."""
-        from isokron.report.attribution import write_report
-
-        return write_report(self.folder.path, None if path is None else Path(path))
+    def report(self, path: str | Path | None = None, *, all: bool = False) -> Path:
+        """Write an HTML page of the last scores, or of all of the run, and return its path."""
+        return write_report(self.folder.path, None if path is None else Path(path), all=all)

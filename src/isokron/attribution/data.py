@@ -227,7 +227,8 @@ def show_example(batch: Any) -> Shown:
     label = values.get("label", values.get("labels", values.get(1)))
     label = label.item() if isinstance(label, Tensor) and label.ndim == 0 else label
     return Shown(
-        tokens=tuple(texts[:1]),
+        # the loss has no terms by which a text could be cut into tokens
+        context="".join(texts[:1]),
         image=images[0] if images else None,
         label=str(int(label)) if isinstance(label, int) else "",
     )

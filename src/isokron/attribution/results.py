@@ -2,6 +2,7 @@
 
 scores/NAME.json         queries, settings, coverage and the top examples, with scores by token
 scores/NAME.safetensors  scores of all examples
+scores/latest            the NAME of the last call, which the page shows
 """
 
 import json
@@ -24,6 +25,7 @@ from isokron.attribution.verify import calibrate, verify
 from isokron.curvature.backward import unchanged
 from isokron.distributed.rank_tasks import in_turn, share, together
 from isokron.files import write_atomically, write_json
+from isokron.report.attribution import LATEST
 
 if TYPE_CHECKING:
     from isokron.attribution.attributor import Attributor
@@ -153,7 +155,9 @@ def check_finite(scores: Tensor, queries: Sequence[Query], ids: Sequence[str]) -
 
 def default_name(queries: Sequence[Query], settings: Mapping[str, Any]) -> str:
     """A hash of queries and settings, so that a repeated command overwrites its own file."""
-    return hash_of([dict(settings), [(query.name, query.batch) for query in queries]])[:12]
+    # more or fewer examples of the same scores are the same scores
+    settings = {**settings, "top": None}
+    return hash_of([settings, [(query.name, query.batch) for query in queries]])[:12]
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,6 +201,7 @@ class Explanation:
                 # the JSON last, since readers look for it
                 write_atomically(folder.scores / f"{name}.safetensors", [save(tensors)])
                 write_json(folder.scores / f"{name}.json", record)
+                write_atomically(folder.scores / LATEST, [name.encode()])
         return ordered
 
     def _head(self) -> dict[str, Any]:

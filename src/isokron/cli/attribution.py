@@ -417,22 +417,28 @@ def input_lines() -> Iterator[str]:
         echo(prompt, end="", err=True)
 
 
-def report(run: RunFolder) -> None:
+def report(
+    run: RunFolder,
+    all: Annotated[
+        bool, typer.Option("--all", help="Show all scores of the run. Default: the last ones.")
+    ] = False,
+) -> None:
     """Write the page of a run's scores; this needs neither the model nor the data.
 
     Examples:
       isokron report runs/digits
+      isokron report runs/digits --all
     """
     recorded_source(run)  # raises if the folder has no run
-    echo(f"Page: {write_page(run).resolve()}")
+    echo(f"Page: {write_page(run, all).resolve()}")
 
 
-def write_page(run: Path) -> Path:
+def write_page(run: Path, all: bool = False) -> Path:
     from isokron.distributed.rank_tasks import in_turn
     from isokron.report.attribution import write_report
 
     with in_turn(process.ranks(), "writing the page"):
-        return write_report(run) if process.leads() else run / "report.html"
+        return write_report(run, all=all) if process.leads() else run / "report.html"
 
 
 def announce(

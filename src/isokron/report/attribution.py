@@ -15,6 +15,7 @@ from isokron.report.charts import Chart, draw_histogram
 from isokron.report.render import percent, plural, render, visible
 
 FORMAT, VERSION = "isokron scores", 2  # of scores/*.json
+LATEST = "latest"  # in scores/: the name of the last ones
 LAYERS = 12  # layers with a bar on a card
 LINES, COLUMNS = 14, 62  # longer texts are folded
 SMALL = 96  # images up to this width are shown with sharp pixels
@@ -23,19 +24,23 @@ MODES = {"mean": "Mean of {}", "nearest": "Nearest of {}"}
 Json = dict[str, Any]
 
 
-def write_report(folder: Path, page: Path | None = None) -> Path:
-    """Write the page of all scores of a run, by default report.html in its folder; its path.
+def write_report(folder: Path, page: Path | None = None, *, all: bool = False) -> Path:
+    """Write the page of the last scores of a run, by default report.html in its folder; its path.
 
-    It depends on scores/*.json only, and the same files give the same bytes.
+    It depends on files in scores/ only, and the same files give the same bytes. all: of all scores.
     """
     paths = sorted((folder / "scores").glob("*.json"))
     if not paths:
         raise FileNotFoundError(
             f"no scores in {str(folder)!r}; score some queries first with `isokron score`"
         )
-    sets = [_read(path) for path in paths]
+    latest = folder / "scores" / LATEST
+    last = [folder / "scores" / f"{latest.read_text()}.json"] if latest.exists() else []
+    chosen = last if last and not all and last[0] in paths else paths
+    sets, others = [_read(path) for path in chosen], len(paths) - len(chosen)
     panes = [pane for record in sets for pane in record["panes"]]
-    html = render("attribution.html", sets=sets, panes=panes, repeated=_repeated(panes))
+    repeated = _repeated(panes)
+    html = render("attribution.html", sets=sets, panes=panes, repeated=repeated, others=others)
     page = page or folder / "report.html"
     # half of a surrogate pair, which a tokenizer may produce, cannot be encoded in UTF-8
     write_atomically(page, [html.encode("utf-8", "replace")])
