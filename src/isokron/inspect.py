@@ -15,7 +15,7 @@ from torch import Tensor
 from isokron import training
 from isokron._version import __version__
 from isokron.curvature import CrossEntropy, Curvature, Event, Selection, capture, find_layers, fit
-from isokron.curvature.backward import probe_layers
+from isokron.curvature.check import check_layers
 from isokron.curvature.curvature import condition_number
 from isokron.curvature.fit import FISHERS, METHODS, SHARINGS
 from isokron.files import write_atomically
@@ -200,13 +200,13 @@ def usable_layers(setup: Setup) -> tuple[Selection, Counter[str], tuple[str, ...
     order = setup.order[: max(1, setup.task.batch_size // 2)].repeat(2)
     batch = setup.task.train.batch(order)
     with capture(setup.model, list(setup.layers) or None, sink=count):
-        selection = probe_layers(setup.model, batch, setup.loss, setup.selection)
+        selection = check_layers(setup.model, batch, setup.loss, setup.selection)
     dropped = [item for item in selection.left_out if item not in setup.selection.left_out]
     notes = tuple(f"{item.name} is left out: {item.reason}." for item in dropped)
-    if not selection.layers:
-        raise ValueError(f"no layer is left to inspect: {' '.join(notes)}")
     summed = setup.sharing == "reduce"  # one gradient per example
-    places = {name: 1 if summed else total // len(order) for name, total in counts.items()}
+    # the check goes back twice through the batch
+    rows = 2 * len(order)
+    places = {name: 1 if summed else total // rows for name, total in counts.items()}
     return selection, Counter(places), notes
 
 

@@ -22,7 +22,8 @@ from isokron.attribution.projection import (
     with_entries,
 )
 from isokron.curvature import CrossEntropy, Curvature, fit
-from isokron.curvature.layers import Layer, find_layers, pack
+from isokron.curvature.layers import Layer, pack
+from isokron.curvature.selection import find_layers
 
 LOSS = CrossEntropy()
 METHODS = ["kfac", "ekfac", "tkfac", "shampoo"]

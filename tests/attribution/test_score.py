@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from isokron.attribution.data import Data, Subject
 from isokron.attribution.score import exact_scores, query_gradients
 from isokron.curvature import Curvature, find_layers, fit
-from isokron.curvature.layers import Selection, pack
+from isokron.curvature.layers import pack
 from isokron.curvature.losses import CrossEntropy
+from isokron.curvature.selection import Selection
 from isokron.tasks import Examples
 
 METHODS = ["kfac", "ekfac", "tkfac", "shampoo"]

@@ -16,7 +16,7 @@ from torch import nn
 from isokron.attribution.projection import collect, encoders
 from isokron.attribution.store import Schema, Store
 from isokron.curvature import CrossEntropy
-from isokron.curvature.layers import find_layers
+from isokron.curvature.selection import find_layers
 
 torch.manual_seed(0)
 model = nn.Linear(128, 128, bias=False)

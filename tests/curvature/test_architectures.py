@@ -1,6 +1,6 @@
 """Gradients of examples, by layer, equal autograd's in the architectures people use."""
 
-from collections import Counter
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from isokron.curvature import CrossEntropy, Selection, find_layers, fit
-from isokron.curvature.backward import Passes, probe_layers
+from isokron.curvature.backward import Passes
+from isokron.curvature.check import check_layers
 from isokron.curvature.layers import Layer, unpack
 from isokron.curvature.statistics import Uses
 
@@ -50,7 +51,7 @@ CASES: dict[str, Case] = {
         "GPT2LMHeadModel",
         {"vocab_size": VOCABULARY, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16},
         0.9,
-        {"transformer.wte": "embedding", "transformer.wpe": "embedding"},
+        {"transformer.wpe": "embedding"},
     ),
     "llama": Case(
         "LlamaConfig", "LlamaForCausalLM", TEXT, 0.8, {"model.embed_tokens": "embedding"}
@@ -68,8 +69,11 @@ CASES: dict[str, Case] = {
         "GemmaConfig",
         "GemmaForCausalLM",
         {**TEXT, "head_dim": 4},
-        0.99,
-        {"model.embed_tokens": "GemmaTextScaledWordEmbedding"},
+        0.8,
+        {
+            "model.embed_tokens": "GemmaTextScaledWordEmbedding",
+            "lm_head": "its gradient is #% off autograd's: model.embed_tokens has its weight too",
+        },
     ),
     "bert": Case(
         "BertConfig",
@@ -96,9 +100,6 @@ CASES: dict[str, Case] = {
         },
         0.8,
         {
-            **dict.fromkeys(
-                ("shared", "encoder.embed_tokens", "decoder.embed_tokens"), "embedding"
-            ),
             "encoder.block.0.layer.0.SelfAttention.relative_attention_bias": "embedding",
             "decoder.block.0.layer.0.SelfAttention.relative_attention_bias": "embedding",
         },
@@ -118,7 +119,6 @@ CASES: dict[str, Case] = {
         {**TEXT, "ffn_dim": 12, "word_embed_proj_dim": 8},
         0.8,
         {
-            "model.decoder.embed_tokens": "embedding",
             "model.decoder.embed_positions": "OPTLearnedPositionalEmbedding",
         },
     ),
@@ -161,7 +161,6 @@ CASES: dict[str, Case] = {
         {"vocab_size": VOCABULARY, "hidden_size": 8, "num_hidden_layers": 2, "state_size": 4},
         0.6,
         {
-            "backbone.embeddings": "embedding",
             **{f"backbone.layers.{i}.mixer": "MambaMixer" for i in (0, 1)},
             **{f"backbone.layers.{i}.mixer.conv1d": "its module is not called" for i in (0, 1)},
             **{f"backbone.layers.{i}.mixer.dt_proj": "its module is not called" for i in (0, 1)},
@@ -251,11 +250,9 @@ def assert_gradients(model: nn.Module, selection: Selection, batch: Any) -> None
     found = example_gradients(model, batch, LOSS, selection.layers, next(model.parameters()).dtype)
     model.eval()
     names = {name for layer in selection.layers for name in layer.layout.params.values()}
-    several = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
-    tied = {name for name, param in model.named_parameters() if several[id(param)] > 1}
     for n, grads in enumerate(found):
         want = autograd(model, batch, n)
-        for name in sorted(names - tied):  # the embedding's part of a tied gradient is left out
+        for name in sorted(names):
             right, got = want[name], grads.get(name, torch.zeros_like(want[name]))
             # transformers' norms compute in float32, also where the model does not
             tolerance = max(1e-5, 500 * torch.finfo(right.dtype).eps) * float(right.abs().max())
@@ -267,8 +264,9 @@ def test_gradients_of_examples_equal_autograds(name: str) -> None:
     case = CASES[name]
     model, batch = build(case), data(case.inputs)
     model.train()  # dropout is off in the passes all the same
-    selection = probe_layers(model, batch, LOSS, find_layers(model))
-    assert {item.name: item.reason for item in selection.left_out} == case.left_out
+    selection = check_layers(model, batch, LOSS, find_layers(model))
+    left_out = {x.name: re.sub(r"\d+%", "#%", x.reason) for x in selection.left_out}
+    assert left_out == case.left_out
     assert selection.covered / selection.total >= case.share
     assert selection.covered + sum(x.parameters for x in selection.left_out) == selection.total
     assert model.training
@@ -324,7 +322,7 @@ def test_only_the_adapters_of_a_model_with_lora_are_covered() -> None:
     for name, param in model.named_parameters():
         if "lora_B" in name:  # begins at 0
             nn.init.normal_(param)
-    selection = probe_layers(model, batch, LOSS, find_layers(model))
+    selection = check_layers(model, batch, LOSS, find_layers(model))
     assert len(selection.layers) == 2 * 2 * 2
     learned = [param.numel() for param in model.parameters() if param.requires_grad]
     assert selection.covered == sum(learned)
@@ -351,7 +349,7 @@ def test_a_compiled_model_shows_its_layers_under_their_own_names() -> None:
         LOSS(compiled, batch)
     count = len(graphs)
     assert count
-    selection = probe_layers(compiled, batch, LOSS, find_layers(compiled))
+    selection = check_layers(compiled, batch, LOSS, find_layers(compiled))
     assert [x.name for x in selection.layers] == [x.name for x in find_layers(model).layers]
     found = example_gradients(compiled, batch, LOSS, selection.layers, torch.float64)
     assert len(graphs) == count  # hooks are not compiled
@@ -365,7 +363,7 @@ def test_a_compiled_model_shows_its_layers_under_their_own_names() -> None:
 def test_a_model_in_bfloat16_has_gradients_in_float32() -> None:
     case, batch = CASES["llama"], data("tokens")
     half, full = build(case).bfloat16(), build(case).bfloat16().double()
-    selection = probe_layers(half, batch, LOSS, find_layers(half))
+    selection = check_layers(half, batch, LOSS, find_layers(half))
     assert len(selection.layers) == len(find_layers(full).layers)
     found = example_gradients(half, batch, LOSS, selection.layers, torch.float32)
     for n, grads in enumerate(found):

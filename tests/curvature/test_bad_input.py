@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from curvature_naive import CLASSES, CROSS_ENTROPY, batched, labels
 from isokron.curvature import capture, find_layers, fit
-from isokron.curvature.backward import probe_layers
-from isokron.curvature.layers import LeftOut
+from isokron.curvature.check import check_layers
+from isokron.curvature.selection import LeftOut
 
 METHODS = ("kfac", "ekfac", "tkfac", "shampoo")
 
@@ -205,7 +205,7 @@ def test_positions_that_all_examples_share_are_found_in_the_first_batch(places: 
     with pytest.raises(ValueError, match=r"layer 'places': .* cannot be told apart.*'!places'"):
         fit(Positions(), given, CROSS_ENTROPY, "ekfac", layers="*")
     model = Positions()
-    selection = probe_layers(model, given[0], CROSS_ENTROPY, find_layers(model, "*"))
+    selection = check_layers(model, given[0], CROSS_ENTROPY, find_layers(model, "*"))
     assert [layer.name for layer in selection.layers] == ["tokens", "head"]
     rows = places.size(0)
     assert selection.left_out == [

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import forked
 from isokron.curvature import CrossEntropy, Curvature, fit, planned_bytes, side_damping
-from isokron.curvature.layers import find_layers, pack
+from isokron.curvature.layers import pack
+from isokron.curvature.selection import find_layers
 
 LOSS = CrossEntropy()
 METHODS = ["kfac", "ekfac", "tkfac", "shampoo"]

@@ -17,7 +17,7 @@ from isokron.curvature.losses import BinaryCrossEntropy, CrossEntropy, SquaredEr
 
 
 class Tied(nn.Module):
-    """Tokens → logits by one table at both ends, of which the head is covered."""
+    """Tokens → logits by one table at both ends."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,8 +133,7 @@ def dense(model: nn.Module, loss: Any, batch: Any, layers: list[Layer]) -> Tenso
                 old = weights.get(path, model.get_parameter(path))
                 sides = [0, 0] * (old.ndim - 1) + [rows[0], len(old) - rows[1]] if rows else [0, 0]
                 weights[path] = old + nn.functional.pad(value.reshape(-1, *old.shape[1:]), sides)
-        # a tied weight moves in the covered layer alone
-        return functional_call(model, weights, (batch[0],), tie_weights=False)
+        return functional_call(model, weights, (batch[0],))
 
     jacobian = torch.autograd.functional.jacobian(outputs, torch.zeros(sum(sizes)).double())
     fixed, targets = loss.forward(model, batch)

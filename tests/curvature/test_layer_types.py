@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from curvature_naive import CROSS_ENTROPY, EXACT, Tailed, batched, kron, labels, truth
 from isokron.curvature import Curvature, find_layers, fit
-from isokron.curvature.layers import LeftOut
+from isokron.curvature.selection import LeftOut
 
 ROWS, TOKENS = 3, 7
 
@@ -330,19 +330,41 @@ class Tied(nn.Module):
         return self.head(torch.tanh(self.embed(x)).cumsum(1))
 
 
-def test_a_tied_weight_belongs_to_the_first_layer_selected() -> None:
+def test_uses_of_a_tied_weight_count_in_the_head() -> None:
+    model = Tied(True).double()
+    for patterns in (None, "*", "head", "!embed"):
+        selection = find_layers(model, patterns)
+        assert [layer.name for layer in selection.layers] == ["head"]
+        assert [layer.name for layer in selection.layers[0].tied] == ["embed"]
+        assert not selection.left_out
+    assert selection.summary() == "covers 21 of 21 parameters (head, embed share a weight)"
+
+
+@pytest.mark.parametrize("method", ["kfac", "ekfac", "tkfac", "shampoo"])
+def test_curvature_of_a_tied_weight_has_the_gradients_of_all_its_uses(method: str) -> None:
     model = Tied(True).double()
     x = torch.randint(TOKENS, (ROWS, 4))
-    found = fit(model, [(x, x.roll(-1, 1))], CROSS_ENTROPY, dtype=torch.float64, layers="*")
-    assert list(found) == ["embed"]
-    tied = find_layers(model)
-    assert [layer.name for layer in tied.layers] == ["head"]
-    assert tied.left_out == [LeftOut("embed", "embedding", 0)]
-    assert tied.covered == tied.total == TOKENS * 3
-    assert find_layers(model, "*").left_out == [LeftOut("head", "shares its weight with embed", 0)]
+    batch = x, x.roll(-1, 1)
+    found = fit(model, [batch], CROSS_ENTROPY, method, dtype=torch.float64)
+    trace = 0.0
+    for n in range(ROWS):
+        terms, _ = CROSS_ENTROPY(model, tuple(part[n : n + 1] for part in batch))
+        (grad,) = torch.autograd.grad(terms.sum(), [model.head.weight])
+        trace += float(grad.square().sum()) / batch[1].numel()
+    if method in ("ekfac", "shampoo"):  # of whole gradients
+        assert found.trace()["head"] == pytest.approx(trace)
+    else:
+        assert trace / 20 < found.trace()["head"] < 20 * trace
+
+
+def test_an_embedding_cannot_have_the_uses_of_a_head_that_is_too_large() -> None:
+    model = Tied(True)
+    selection = find_layers(model, "*", max_side=5)
+    assert [layer.name for layer in selection.layers] == ["embed"]
+    assert selection.left_out == [LeftOut("head", f"{TOKENS} outputs", 0)]
     lowrank = find_layers(model, "*", max_side=5, head="lowrank")
     assert [layer.name for layer in lowrank.layers] == ["head"]
-    assert lowrank.left_out == [LeftOut("embed", "shares its weight with head", 0)]
+    assert not lowrank.left_out
 
 
 @pytest.mark.parametrize(
@@ -440,7 +462,7 @@ def test_the_summary_names_what_is_left_out_and_why() -> None:
 def test_a_head_that_is_taken_in_owns_a_tied_weight() -> None:
     selection = find_layers(Language(tied=True), max_side=40, head="lowrank")
     assert [layer.name for layer in selection.layers] == [*BLOCKS, "head"]
-    assert LeftOut("embed", "embedding", 0) in selection.left_out
+    assert [layer.name for layer in selection.layers[-1].tied] == ["embed"]
     with pytest.raises(ValueError, match="head must be 'skip' or 'lowrank', got 'low'"):
         find_layers(Language(), head="low")
 

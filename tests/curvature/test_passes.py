@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from isokron.curvature import CrossEntropy, find_layers
-from isokron.curvature.backward import Passes, probe_layers
-from isokron.curvature.layers import Layer, LeftOut
+from isokron.curvature.backward import Passes
+from isokron.curvature.check import check_layers
+from isokron.curvature.layers import Layer
+from isokron.curvature.selection import LeftOut
 from isokron.curvature.statistics import Uses
 
 EXAMPLES, LENGTH, WIDTH, CLASSES = 4, 3, 5, 4
@@ -69,7 +71,7 @@ def test_passes_are_in_eval_mode_and_modes_are_restored(fails: bool) -> None:
     for layers in (None, "*"):
         with expected:
             selection = find_layers(model, layers)
-            probe_layers(model, data, CrossEntropy(), selection)
+            check_layers(model, data, CrossEntropy(), selection)
             Passes(model, [data], CrossEntropy(), selection.layers).over(lambda layer, uses: None)
         modes = [m.training for m in (model, model.first, model.norm, model.drop, model.head)]
         assert modes == [True, True, True, True, False]
@@ -176,7 +178,7 @@ def test_flattened_tokens_are_told_apart_by_example(loss: Any) -> None:
 )
 def test_what_cannot_be_told_apart_is_left_out_before_the_passes(rows: str, reason: str) -> None:
     model, data = Flattened(rows).double(), batch(EXAMPLES, LENGTH)
-    selection = probe_layers(model, data, CrossEntropy(), find_layers(model))
+    selection = check_layers(model, data, CrossEntropy(), find_layers(model))
     assert selection.left_out == [LeftOut("layer", reason, 36)]
     assert [layer.name for layer in selection.layers] == ["head"]
 
@@ -192,7 +194,7 @@ def test_a_layer_that_the_loss_does_not_use_is_left_out() -> None:
             return self.used(x)
 
     model = Aside().double()
-    selection = probe_layers(model, batch(EXAMPLES), CrossEntropy(), find_layers(model))
+    selection = check_layers(model, batch(EXAMPLES), CrossEntropy(), find_layers(model))
     assert [layer.name for layer in selection.layers] == ["used"]
     assert selection.left_out == [
         LeftOut("aside", "not used by the loss", 24),
@@ -204,14 +206,15 @@ def test_batches_without_a_term_that_counts_change_no_selection() -> None:
     model, (x, targets) = network(), batch(EXAMPLES)
     selection = find_layers(model)
     empty = x, torch.full_like(targets, -100)
-    assert probe_layers(model, empty, CrossEntropy(), selection).layers == selection.layers
+    assert check_layers(model, empty, CrossEntropy(), selection).layers == selection.layers
 
 
 DEVICE = """
 import second_device, torch
 from torch import nn
 from isokron.curvature import CrossEntropy, find_layers
-from isokron.curvature.backward import Passes, probe_layers
+from isokron.curvature.backward import Passes
+from isokron.curvature.check import check_layers
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6), nn.Linear(6, 4))
@@ -221,7 +224,7 @@ found = {}
 for device in ("cpu", "npu"):
     there, data = model.to(device), (x.to(device), t.to(device))
     for fisher in ("empirical", "sampled", "exact"):
-        selection = probe_layers(there, data, CrossEntropy(), find_layers(there, "*"))
+        selection = check_layers(there, data, CrossEntropy(), find_layers(there, "*"))
         assert len(selection.layers) == 3
         def fold(layer, uses):
             key = fisher, layer.name

@@ -29,7 +29,7 @@ from isokron.attribution.task_run import UnrolledScorer
 from isokron.attribution.unroll import TrainingRun
 from isokron.curvature import Curvature, find_layers
 from isokron.curvature import fit as fit_curvature
-from isokron.curvature.backward import probe_layers
+from isokron.curvature.check import check_layers
 from isokron.curvature.fit import FISHERS, METHODS, SHARINGS
 from isokron.curvature.losses import Likelihood, Loss
 from isokron.curvature.optimizer_state import curvature_from_optimizer, read_checkpoint
@@ -73,6 +73,8 @@ class Attributor:
         max_side: largest number of inputs or outputs of a layer that is included by default.
         memory: bytes that each rank may use; default: half of the free memory, shared by ranks.
         examples: use only this many training examples, evenly spaced.
+        strict: refuse layers whose gradients on the first two examples are not those of autograd;
+            default: they are left out, and `selection.summary()` gives the reasons.
         source: JSON-able; where model and data come from, recorded in run.json.
         ranks: processes that share the work; all must see the folder.
         progress: called with the stage, the examples done and their number.
@@ -97,6 +99,7 @@ class Attributor:
         max_side: int = 8192,
         memory: int | None = None,
         examples: int | None = None,
+        strict: bool = False,
         source: Mapping[str, Any] | None = None,
         ranks: Ranks | None = None,
         progress: Progress = silent,
@@ -110,9 +113,8 @@ class Attributor:
         train_set, loss, ids, lengths = with_task(task, train_set, loss, ids, lengths)
         self.data = Data(train_set, collate, batch_size, lengths, ids, examples)
         on = next(model.parameters()).device
-        # two examples show which layers mix them
         two = to_device(self.data.batch(range(min(2, len(self.data)))), on)
-        self.selection = probe_layers(model, two, loss, selection)
+        self.selection = check_layers(model, two, loss, selection, strict=strict)
         chosen = self.selection.layers
         # for a large head, gradients are stored instead of their covariance
         self.lowrank = [x.name for x in chosen if x.kind == "dense" and x.shape[1] > max_side]

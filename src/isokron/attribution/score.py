@@ -122,6 +122,10 @@ class LayerQueries:
             places = uses.positions.clamp_min(0).expand_as(result)
             total = result.new_zeros(self.count, examples, uses.length)
             return total.scatter_add(2, places, result)
+        uses_of_all = 1 + len(self.layer.tied)
+        if tokens and result.size(2) % uses_of_all == 0:
+            # a position has one use by each layer with this weight
+            return result.unflatten(2, (uses_of_all, -1)).sum(2)
         return result
 
     def _add_terms_(self, scores: Tensor, uses: Uses) -> None:

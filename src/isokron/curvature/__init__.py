@@ -1,11 +1,12 @@
 """Curvature of any model: what layers see → statistics → operators."""
 
 from isokron.curvature import losses
+from isokron.curvature.check import check_layers
 from isokron.curvature.curvature import Curvature, side_damping
 from isokron.curvature.fit import fit, planned_bytes
 from isokron.curvature.hooks import Event, capture
-from isokron.curvature.layers import Selection, find_layers
 from isokron.curvature.losses import BinaryCrossEntropy, CrossEntropy, Likelihood, SquaredError
+from isokron.curvature.selection import Selection, find_layers
 
 __all__ = [
     "BinaryCrossEntropy",
@@ -16,6 +17,7 @@ __all__ = [
     "Selection",
     "SquaredError",
     "capture",
+    "check_layers",
     "find_layers",
     "fit",
     "losses",

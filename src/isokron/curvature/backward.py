@@ -18,7 +18,7 @@ from isokron.curvature.hooks import (
     inputs_of,
     outputs_of,
 )
-from isokron.curvature.layers import Layer, Selection
+from isokron.curvature.layers import Layer
 from isokron.curvature.losses import CrossEntropy, Likelihood, Loss, terms_and_weights
 from isokron.curvature.statistics import Uses, joined
 from isokron.linalg.precision import full_precision
@@ -240,53 +240,6 @@ def warn_of_passes(shape: Sequence[int]) -> None:
 def _memory(rows: Tensor) -> tuple[Any, ...]:
     """Equal for contiguous views of the same rows."""
     return rows.data_ptr(), rows.numel(), rows.size(-1), rows.is_contiguous()
-
-
-def probe_layers(
-    model: nn.Module, batch: Any, loss: Loss | Likelihood, selection: Selection
-) -> Selection:
-    """The selection without layers whose gradients cannot be told apart by example.
-
-    One forward and backward pass over `batch`, of the loss of one example: rows of all others must
-    have no gradient. Layers that the loss does not use, or that are not called as modules, are left
-    out too.
-    """
-    passes = Passes(model, [batch], loss, selection.layers)
-    reasons: dict[str, str] = {}
-    reached: set[str] = set()
-    example = 0  # whose loss is taken
-
-    def sink(event: Event) -> None:
-        name = event.layer.name
-        reached.add(name)
-        try:
-            grads = by_example(event, passes.examples, passes.terms).grads
-        except ValueError as error:
-            reasons[name] = str(error).partition(": ")[2].partition(";")[0]
-            return
-        leaked = grads.abs().amax((0, 2, 3)).ne(0)  # [N]
-        leaked[example : example + 1] = False
-        if passes.examples is not None and bool(leaked.any()):
-            reasons[name] = "mixes examples"
-
-    watcher = Watcher(selection.layers, sink)
-    with unchanged(model), torch.enable_grad(), watcher:
-        if isinstance(loss, Likelihood):
-            outputs, targets = loss.forward(model, batch)
-            terms, weights = loss.terms(outputs, targets), loss.weights(targets)
-        else:
-            terms, weights = terms_and_weights(loss(model, batch))
-        passes._count(weights, batch)
-        if not passes.count:
-            return selection
-        example = int(passes._rows(weights).sum(1).ne(0).int().argmax())
-        _backward(passes._rows(terms * weights)[example].sum())
-    for layer in selection.layers:
-        # an expert may have no token in this batch, and some in the next
-        if layer.name not in reached and layer.observed != "experts":
-            called = layer.name in watcher.calls
-            reasons[layer.name] = "not used by the loss" if called else "its module is not called"
-    return selection.without(reasons)
 
 
 def _examples(weights: Tensor, batch: Any) -> int | None:

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from isokron.curvature import statistics
 from isokron.curvature.backward import Passes, check_reached
 from isokron.curvature.curvature import Curvature, LayerCurvature
-from isokron.curvature.layers import Layer, Selection, find_layers
+from isokron.curvature.layers import Layer
 from isokron.curvature.losses import Likelihood, Loss
+from isokron.curvature.selection import Selection, find_layers
 from isokron.curvature.statistics import GradientRows, Sums, Uses, check_finite, either, means_of
 from isokron.distributed.process_group import Ranks
 from isokron.distributed.rank_tasks import gather, share, together

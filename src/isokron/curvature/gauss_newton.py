@@ -47,7 +47,7 @@ class WithWeights:
 class GaussNewton:
     """Products with G of some layers of a model. batches: those of this rank.
 
-    A weight that two layers share counts in the one that is covered, as its gradients do.
+    A weight that two layers share counts in both, if both are observed.
     """
 
     model: nn.Module
@@ -83,10 +83,12 @@ class GaussNewton:
         vectors: Vectors,
     ) -> float:
         """Add Σ w JᵀHJv of a batch, and return Σ w."""
+        aliases = tied_paths(model, self.layers, paths)
         params = {path: model.get_parameter(path) for of in paths.values() for path in of.values()}
 
         def forward(weights: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-            network: Any = WithWeights(model, weights, tied=False)
+            shared = {place: weights[path] for place, path in aliases.items()}
+            network: Any = WithWeights(model, {**weights, **shared}, tied=False)
             outputs, targets = self.loss.forward(network, batch)
             return outputs, self.loss.weights(targets)
 
@@ -137,6 +139,18 @@ def parameter_paths(model: nn.Module, layers: Sequence[Layer]) -> dict[str, dict
             place = next(place for place, value in inside.items() if value is by_name[name])
             paths[layer.name][key] = f"{prefix}.{place}".removeprefix(".")
     return paths
+
+
+def tied_paths(
+    model: nn.Module, layers: Sequence[Layer], paths: Mapping[str, Mapping[str, str]]
+) -> dict[str, str]:
+    """The names of weights in layers whose uses count as those of another, and there."""
+    return {
+        place: paths[owner.name][key]
+        for owner in layers
+        for of_tied in parameter_paths(model, owner.tied).values()
+        for key, place in of_tied.items()
+    }
 
 
 def _by_path(

@@ -3,7 +3,7 @@
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,8 @@ from torch.backends import mha
 from torch.nn import functional
 from torch.nn.modules.conv import _ConvNd
 
-from isokron.curvature.layers import PARTS, Layer, epsilon_of, find_layers
+from isokron.curvature.layers import PARTS, Layer, epsilon_of
+from isokron.curvature.selection import find_layers
 from isokron.linalg.precision import full_precision
 
 
@@ -69,6 +70,7 @@ class Watcher:
         self.calls: dict[str, int] = {}
         self.products: list[tuple[Layer, Tensor, Tensor, tuple[int, int]]] | None = None
         self.handles: list[Any] = []
+        self.owners: dict[Layer, Layer] = {}  # which layer a use of a shared weight belongs to
         self.on = False
         self.contexts = ExitStack()
 
@@ -81,8 +83,10 @@ class Watcher:
         """Put the hooks on, one module at a time."""
         self.on = True
         by_module: dict[tuple[nn.Module, str], list[Layer]] = {}
-        for layer in self.layers:
-            by_module.setdefault((layer.module, layer.observed), []).append(layer)
+        for owner in self.layers:
+            for layer in (owner, *owner.tied):
+                by_module.setdefault((layer.module, layer.observed), []).append(layer)
+                self.owners[layer] = owner
         for (module, observed), layers in by_module.items():
             hook = Hook(self, layers)
             if observed == "product":
@@ -97,6 +101,10 @@ class Watcher:
         """Whether this call of a module is observed."""
         return True
 
+    def guard(self, layers: Sequence[Layer]) -> AbstractContextManager[Any]:
+        """Around what hooks do for these layers."""
+        return nullcontext()
+
     def __exit__(self, *error: Any) -> None:
         self.on = False
         for handle in self.handles:
@@ -106,9 +114,10 @@ class Watcher:
 
     def module_called(self, layer: Layer, inputs: Tensor, outputs: Tensor) -> None:
         self.watch(layer, inputs, outputs)
-        if self.products is not None and layer.is_linear:
+        owner = self.owners[layer]
+        if self.products is not None and layer.is_linear and layer.layout == owner.layout:
             versions = inputs._version, outputs._version
-            self.products.append((layer, inputs.detach(), outputs.detach(), versions))
+            self.products.append((owner, inputs.detach(), outputs.detach(), versions))
 
     def experts_called(self, layers: list[Layer], args: Args, outputs: Tensor) -> None:
         x, index, weights = args
@@ -126,13 +135,16 @@ class Watcher:
         part: makes the layer's outputs [N, ...] of `outputs`, where these are laid out otherwise
             or belong to several layers.
         """
-        x = inputs.detach()
+        x, owner = inputs.detach(), self.owners[layer]
 
         def events(grad: Tensor) -> Iterator[Event]:
             grad = grad if part is None else part(grad)
-            yield Event(layer, inputs_of(layer, x), outputs_of(layer, grad))
+            grads = outputs_of(layer, grad)
+            # of a bias, inputs are not looked at
+            event = Event(layer, inputs_of(layer, x) if layer.has_weight else grads, grads)
+            yield event if layer is owner else as_use_of(owner, event)
 
-        self._await([layer], inputs, outputs, events)
+        self._await([owner], inputs, outputs, events)
 
     def _await(
         self,
@@ -154,12 +166,12 @@ class Watcher:
         def report(grad: Tensor) -> None:
             if not self.on:
                 return
-            if x._version != version:
-                raise RuntimeError(
-                    f"the input of {layers[0].name!r} was changed in place after the layer used "
-                    "it, and is not known any more; make that operation out of place"
-                )
-            with torch.no_grad(), full_precision():
+            with self.guard(layers), torch.no_grad(), full_precision():
+                if x._version != version:
+                    raise RuntimeError(
+                        f"the input of {layers[0].name!r} was changed in place after the layer "
+                        "used it, and is not known any more; make that operation out of place"
+                    )
                 for event in events(grad.detach()):
                     self.sink(event)
 
@@ -178,10 +190,11 @@ class Hook:
         if self.watcher is None or not self.watcher.observes(module):
             return
         arguments = (*args, *kwargs.values())
-        if self.layers[0].observed == "experts":
-            self.watcher.experts_called(self.layers, arguments, outputs)
-        else:
-            self.watcher.module_called(self.layers[0], arguments[0], outputs)
+        with self.watcher.guard(self.layers):
+            if self.layers[0].observed == "experts":
+                self.watcher.experts_called(self.layers, arguments, outputs)
+            else:
+                self.watcher.module_called(self.layers[0], arguments[0], outputs)
 
     def enter(self, module: nn.Module, args: Args) -> None:
         """Observe the products that attention or a router makes, and no others."""
@@ -220,12 +233,35 @@ def outputs_of(layer: Layer, y: Tensor) -> Tensor:
     module: Any = layer.module
     if isinstance(module, _ConvNd):
         y = _batched(module, y).flatten(2).mT  # [N, S, channels]
+        if layer.kind == "diagonal":
+            return y[None]
         return y.unflatten(2, (module.groups, -1)).movedim(2, 0)
     if isinstance(module, nn.GroupNorm):
         return y.reshape(*y.shape[:2], -1).mT[None]  # [1, N, S, channels]
-    if layer.kind == "diagonal":
+    if layer.kind == "diagonal" and isinstance(module, nn.LayerNorm | nn.RMSNorm):
         y = y.flatten(-module.weight.ndim)
     return y.reshape(1, len(y) if y.ndim > 1 else 1, -1, y.size(-1))
+
+
+def as_use_of(owner: Layer, event: Event) -> Event:
+    """A use of a layer by the matrix W of another that has the same weight.
+
+    Where W has the layer's outputs as its inputs, g̃āᵀ becomes (ā|g̃|/√i)(√i g̃/|g̃|)ᵀ: the same
+    gradient, of inputs of about the size of activations, so that K-FAC's sums over uses agree.
+    """
+    layer, inputs, grads = event.layer, event.inputs, event.grads
+    if layer.layout == owner.layout:
+        return replace(event, layer=owner)
+    grads = grads.to(torch.promote_types(grads.dtype, torch.float32))
+    if layer.kind == "index":
+        places = inputs.clamp_min(0)[..., None]
+        hot = grads.new_zeros(*inputs.shape, layer.columns)
+        inputs = hot.scatter_(-1, places, (inputs >= 0)[..., None].to(grads.dtype))
+    if layer.layout.transposed == owner.layout.transposed:
+        return replace(event, layer=owner, inputs=inputs, grads=grads)
+    length = torch.linalg.vector_norm(grads, dim=-1, keepdim=True) / grads.size(-1) ** 0.5
+    turned = grads / length.clamp_min(torch.finfo(grads.dtype).tiny)
+    return replace(event, layer=owner, inputs=turned, grads=inputs * length)
 
 
 def _patches(conv: _ConvNd, x: Tensor) -> Tensor:

@@ -1,28 +1,22 @@
-"""The layers of a model as matrices: which have curvature, and why the others have not.
+"""The layers of a model as matrices, and modules of other types.
 
 A layer is y = W ā. W is [B, o, i], a bias its last column: B blocks that do not mix, such as the
 groups of a convolution.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 PARTS = ("q", "k", "v")  # of the packed projection of nn.MultiheadAttention
-MAX_SIDE = 8192  # a larger side makes a matrix of more than 256 MB
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 RMS_NORMS = ("RMSNorm", "T5LayerNorm")  # ends of the class names of transformers' own norms
 EPSILONS = ("eps", "variance_epsilon", "epsilon")
-KNOWN = (
-    "Linear, Conv1d to Conv3d, Embedding, MultiheadAttention, LayerNorm, GroupNorm, RMSNorm and "
-    "transformers' Conv1D, norms, routers and experts"
-)
 Names = Mapping[Tensor, str]  # of parameters
 # name, type and sizes by parameter of a module whose curvature is not known
 Unknown = tuple[str, str, dict[str, int]]
@@ -33,7 +27,7 @@ class Layout:
     """How a layer's parameters make a matrix [B, o, i], a bias its last column.
 
     kind: inputs are "dense", or the "index" of a column, as in an embedding; "diagonal" where every
-        weight has an input and an output of its own, as in a norm.
+        weight has an input and an output of its own, as in a norm, or for a bias alone.
     params: names of "weight" and "bias" in the model; shapes: their shapes in this layer.
     transposed: the weight is [i, o]. groups: B, of a convolution.
     rows: first and last row, for parameters that several layers share.
@@ -100,12 +94,14 @@ class Layer:
 
     observed: by a hook on its "module", in the "product" torch.nn.functional.linear(·, weight)
         within a module, or as one of the "experts" of a module.
+    tied: other layers with the same parameters, whose uses count as uses of this one.
     """
 
     name: str
     module: nn.Module
     layout: Layout
     observed: str = "module"
+    tied: tuple["Layer", ...] = ()
 
     @property
     def kind(self) -> str:
@@ -127,175 +123,16 @@ class Layer:
         return prod(self.shape)
 
     @property
-    def is_linear(self) -> bool:
-        dense = self.kind == "dense" and self.observed == "module"
-        return dense and not isinstance(self.module, nn.modules.conv._ConvNd)
-
-
-@dataclass(frozen=True)
-class LeftOut:
-    """A layer or module without curvature. parameters: those not counted elsewhere."""
-
-    name: str
-    reason: str
-    parameters: int
-
-
-@dataclass(frozen=True, eq=False)
-class Selection:
-    """Layers that have curvature, the others with reasons, and all parameters counted once."""
-
-    layers: list[Layer]
-    left_out: list[LeftOut]
-    total: int
+    def has_weight(self) -> bool:
+        return "weight" in self.layout.params
 
     @property
-    def covered(self) -> int:
-        return sum(layer.parameters for layer in self.layers)
-
-    def summary(self) -> str:
-        """One line: "covers 106 of 135 M parameters; left out: lm_head (49,152 outputs)"."""
-        units = ((1e9, " B"), (1e6, " M"), (0, ""))
-        size, unit = next(pair for pair in units if self.total >= pair[0])
-        digits = int(self.total < 100 * size)
-        shown = [f"{count / (size or 1):,.{digits}f}" for count in (self.covered, self.total)]
-        names: dict[str, list[str]] = {}
-        for item in self.left_out:
-            names.setdefault(item.reason, []).append(item.name)
-        groups = [
-            f"{', '.join(group[:3])}{f' + {len(group) - 3} more' * (len(group) > 3)} ({reason})"
-            for reason, group in names.items()
-        ]
-        left_out = f"; left out: {', '.join(groups)}" if groups else ""
-        return f"covers {shown[0]} of {shown[1]}{unit} parameters{left_out}"
-
-    def without(self, reasons: Mapping[str, str]) -> "Selection":
-        """The same with some layers left out, by name."""
-        dropped = [x for x in self.layers if x.name in reasons]
-        left_out = [LeftOut(x.name, reasons[x.name], x.parameters) for x in dropped]
-        layers = [x for x in self.layers if x.name not in reasons]
-        return replace(self, layers=layers, left_out=self.left_out + left_out)
+    def is_linear(self) -> bool:
+        dense = self.kind == "dense" and self.observed == "module"
+        return dense and not isinstance(self.module, _ConvNd)
 
 
-def find_layers(
-    model: nn.Module,
-    patterns: str | Iterable[str] | None = None,
-    *,
-    max_side: int | None = MAX_SIDE,
-    head: str = "skip",
-) -> Selection:
-    """The layers of a model whose curvature is to be known.
-
-    Args:
-        patterns: names of layers or of modules around them, such as `"model.layers.*.mlp,!*.norm"`:
-            fnmatch patterns, separated by commas or in a list; "!" excludes. None: all layers but
-            embeddings, layers with a side above `max_side`, and frozen layers of a model that is
-            trained in part. What a pattern names is taken in all the same, but for heads.
-        max_side: most inputs and outputs of a layer; None for no limit.
-        head: "lowrank" takes in linear layers of more than `max_side` outputs, "skip" only those
-            that a pattern without wildcards names.
-    """
-    if head not in ("skip", "lowrank"):
-        raise ValueError(f"head must be 'skip' or 'lowrank', got {head!r}")
-    layers, unknown = all_layers(model)
-    included, excluded = _parse_patterns(patterns, model, layers)
-    reasons: dict[str, str] = {}
-    for layer in layers:
-        large = _large(layer, max_side)
-        is_head = layer.is_linear and large.endswith("outputs")
-        if _matches(layer.name, excluded):
-            reasons[layer.name] = "excluded"
-        elif included and not _matches(layer.name, included):
-            reasons[layer.name] = "not named in layers"
-        # a pattern such as "*" does not ask for a matrix of vocabulary by vocabulary
-        elif is_head and head == "skip" and layer.name not in included:
-            reasons[layer.name] = large
-        elif not included and not is_head and (reason := large or _by_default(layer, model)):
-            reasons[layer.name] = reason
-    _drop_tied_(reasons, layers, max_side if head == "lowrank" else None)
-    sizes = {layer.name: _sizes(layer) for layer in layers}
-    counted = {key for name in sizes if name not in reasons for key in sizes[name]}
-    # a parameter is counted once, where it is covered or first left out
-    left_out = []
-    for name, reason, params in [*((x, y, sizes[x]) for x, y in reasons.items()), *unknown]:
-        size = sum(size for key, size in params.items() if key not in counted)
-        left_out.append(LeftOut(name, reason, size))
-        counted |= set(params)
-    layers = [layer for layer in layers if layer.name not in reasons]
-    if not layers:
-        names = ", ".join(f"{item.name} ({item.reason})" for item in left_out[:6])
-        raise ValueError(
-            f"no layer to observe in {type(model).__name__} with layers={patterns!r}; known are "
-            f"{KNOWN}; left out: {names or 'nothing'}; a pattern that names a layer takes it in"
-        )
-    return Selection(layers, left_out, sum(param.numel() for param in model.parameters()))
-
-
-def _by_default(layer: Layer, model: nn.Module) -> str:
-    """Why a layer is left out where no pattern names it, or ""."""
-    if layer.kind == "index":
-        return "embedding"
-    # a model of which nothing is trained is looked at as a whole
-    trained = any(param.requires_grad for param in model.parameters())
-    frozen = not any(param.requires_grad for param in layer.module.parameters())
-    return "frozen" if trained and frozen else ""
-
-
-def _drop_tied_(reasons: dict[str, str], layers: list[Layer], max_side: int | None) -> None:
-    """A weight belongs to the first layer that has it, to a head before an embedding."""
-    owners: dict[str, str] = {}
-    for layer in sorted(layers, key=lambda x: not (x.is_linear and _large(x, max_side))):
-        if layer.name in reasons:
-            continue
-        owner = next((owners[key] for key in _sizes(layer) if key in owners), None)
-        if owner is None:
-            owners |= dict.fromkeys(_sizes(layer), layer.name)
-        else:
-            reasons[layer.name] = f"shares its weight with {owner}"
-
-
-def _large(layer: Layer, max_side: int | None) -> str:
-    """The side that is too large, or "". The input side of an embedding is a diagonal."""
-    sides = {"outputs": layer.shape[1], "inputs": layer.shape[2] * (layer.kind == "dense")}
-    limit = None if layer.kind == "diagonal" else max_side
-    return next((f"{n:,} {side}" for side, n in sides.items() if limit and n > limit), "")
-
-
-def _sizes(layer: Layer) -> dict[str, int]:
-    """Elements of the parameters of a layer, or of its rows of them."""
-    params, rows, shapes = layer.layout.params, layer.layout.rows, layer.layout.shapes
-    return {f"{name}{rows.get(key, '')}": prod(shapes[key]) for key, name in params.items()}
-
-
-def _parse_patterns(
-    patterns: str | Iterable[str] | None, model: nn.Module, layers: Sequence[Layer]
-) -> tuple[list[str], list[str]]:
-    """Patterns that include and that exclude; each must match a module or a layer."""
-    if patterns is None:
-        return [], []
-    texts = [patterns] if isinstance(patterns, str) else list(patterns)
-    parts = [part.strip() for text in texts for part in text.split(",") if part.strip()]
-    if not parts:
-        raise ValueError(f"layers must name at least one pattern, got {patterns!r}; None takes all")
-    names = [name for name, _ in _unwrapped(model).named_modules()] + [x.name for x in layers]
-    for part in parts:
-        pattern = part.removeprefix("!")
-        if not any(fnmatchcase(name, pattern) for name in names):
-            near = get_close_matches(pattern.strip("*."), dict.fromkeys(names), 3, 0.5)
-            near = near or [layer.name for layer in layers[:3]]
-            raise ValueError(f"layers: {part!r} matches no module; near are {', '.join(near)}")
-    excluded = [part[1:] for part in parts if part.startswith("!")]
-    return [part for part in parts if not part.startswith("!")], excluded
-
-
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a pattern matches a layer or a module around it."""
-    parts = name.split(".")
-    around = [".".join(parts[: i + 1]) for i in range(len(parts))]
-    return any(fnmatchcase(outer, pattern) for outer in around for pattern in patterns)
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
+def unwrapped(model: nn.Module) -> nn.Module:
     """The model that torch.compile has wrapped, whose names are those users know."""
     return getattr(model, "_orig_mod", model)
 
@@ -305,7 +142,7 @@ def all_layers(model: nn.Module) -> tuple[list[Layer], list[Unknown]]:
 
     A parameter that several modules share has the first of its names in all of them.
     """
-    model = _unwrapped(model)
+    model = unwrapped(model)
     names: Names = {param: name for name, param in model.named_parameters()}
     layers: list[Layer] = []
     unknown: list[Unknown] = []
@@ -314,34 +151,48 @@ def all_layers(model: nn.Module) -> tuple[list[Layer], list[Unknown]]:
         if module in inside:
             continue
         params = dict(module.named_parameters(recurse=False))
+        count, reason = len(layers), type(module).__name__
         if isinstance(module, nn.MultiheadAttention):
             # out_proj is an nn.Linear that is never called: attention takes its weight
             inside |= set(module.modules())
             layers += _attention(name, module, names)
-            params = {key: params[key] for key in ("bias_k", "bias_v") if key in params}
+            params = dict(module.named_parameters())
         # weights that are not floating-point are quantized, and have no gradient
         elif params and all(param.is_floating_point() for param in params.values()):
             kind = _kind(module)
-            if kind is not None:
-                layers.append(_layer(name, module, kind, "module", params, names))
+            if kind is not None and "weight" in params:
+                own = {key: params[key] for key in ("weight", "bias") if key in params}
+                layers.append(_layer(name, module, kind, "module", own, names))
+            elif kind is not None:  # a parametrization or a pruning mask
+                reason = f"its weight is computed from {_sources(module)}"
             elif _is_router(module, params):
                 layers.append(_layer(name, module, "dense", "product", params, names))
             elif _is_experts(module):
                 layers += _experts(name, module, names)
-            params = params if not layers or layers[-1].module is not module else {}
-        if params:
-            sizes = {names[param]: param.numel() for param in params.values()}
-            unknown.append((name or "the model itself", type(module).__name__, sizes))
+        covered = {x for layer in layers[count:] for x in layer.layout.params.values()}
+        others = {key: param for key, param in params.items() if names[param] not in covered}
+        if covered and not any(param.requires_grad for param in others.values()):
+            reason = "frozen"
+        if others:
+            sizes = {names[param]: param.numel() for param in others.values()}
+            unknown.append((name or "the model itself", reason, sizes))
     return layers, unknown
+
+
+def _sources(module: nn.Module) -> str:
+    """Names of what the weight of a module is computed from."""
+    names = [name for name, _ in module.named_parameters() if name != "bias"]
+    return ", ".join(names) or "no parameter"
 
 
 def _kind(module: nn.Module) -> str | None:
     """The kind of layer that a module of a known type is."""
     if isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d) or _is_conv1d(module):
         return "dense"
-    # a subclass that scales its rows has gradients other than those of a table
+    # a subclass that scales its rows has gradients other than those of a table, and gradients that
+    # are divided by counts of the batch belong to no example
     if type(module).forward is nn.Embedding.forward:
-        return "index"
+        return None if module.scale_grad_by_freq else "index"
     return "diagonal" if isinstance(module, NORMS) or _is_rms_norm(module) else None
 
 
@@ -383,8 +234,13 @@ def _layer(
     names: Names,
     rows: Mapping[str, tuple[int, int]] | None = None,
 ) -> Layer:
-    """rows: of parameters that several layers share; one row of three dimensions is a matrix."""
-    rows = dict(rows or {})
+    """Without parameters that are frozen beside others. rows: of parameters that several layers
+    share; one row of three dimensions is a matrix."""
+    trained = {key: param for key, param in params.items() if param.requires_grad}
+    if observed != "experts" and trained:
+        params = trained
+    kind = kind if "weight" in params else "diagonal"  # of a bias alone
+    rows = {key: cut for key, cut in (rows or {}).items() if key in params}
     shapes = {}
     for key, param in params.items():
         count = rows[key][1] - rows[key][0] if key in rows else len(param)
@@ -395,7 +251,7 @@ def _layer(
         {key: names[param] for key, param in params.items()},
         shapes,
         transposed=kind == "index" or _is_conv1d(module) or getattr(module, "is_transposed", False),
-        groups=module.groups if isinstance(module, nn.modules.conv._ConvNd) else 1,
+        groups=module.groups if isinstance(module, _ConvNd) and kind == "dense" else 1,
         rows=rows,
     )
     return Layer(name.removeprefix("."), module, layout, observed)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from isokron.curvature.fit import FISHERS
-from isokron.curvature.layers import MAX_SIDE, Layer, find_layers
+from isokron.curvature.layers import Layer
+from isokron.curvature.selection import MAX_SIDE, find_layers
 from isokron.curvature.statistics import Sums
 from isokron.distributed import Ranks, is_sharded
 from isokron.linalg import on_host
