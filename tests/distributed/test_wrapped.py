@@ -180,6 +180,8 @@ def flattened(original: bool) -> tuple[list[str], float, float]:
             make(wrapped.parameters())
         except ValueError as error:
             said.append(str(error))
+    with pytest.raises(ValueError, match=r"flattened .*fully_shard.* isokron"):
+        isokron.param_groups(wrapped)
     build(isokron.SOAP, wrapped.parameters(), route="adamw")  # as good as AdamW
     data, losses = torch.randn(8, 6), []
     for module in (whole, wrapped):

@@ -1,5 +1,6 @@
 """Routing finds parameters by what they are: on models of several kinds, whatever their names."""
 
+import copy
 import re
 import warnings
 from typing import Any
@@ -7,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import isokron
 from cases import build
@@ -55,6 +58,91 @@ def test_embeddings_heads_norms_and_biases_go_to_adamw() -> None:
     assert found["blocks.1.down.bias"] == "vectors"
     assert found["blocks.1.down.weight"] == "matrices"
     assert group_of(Decoder(), "blocks.0.norm.weight")["weight_decay"] == 0.0
+
+
+def compiled(model: nn.Module) -> Any:
+    return torch.compile(model, backend="eager")
+
+
+def checkpointed(model: nn.Module) -> nn.Module:
+    """Its blocks in wrappers of activation checkpointing, all of it compiled."""
+    for i, block in enumerate(model.blocks):  # type: ignore[arg-type]
+        model.blocks[i] = checkpoint_wrapper(compiled(block))  # type: ignore[index, operator]
+    return compiled(model)
+
+
+def trained_by_ddp(model: nn.Module) -> nn.Module:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        return nn.parallel.DistributedDataParallel(compiled(model))
+    finally:
+        dist.destroy_process_group()
+
+
+class Lightning(nn.Module):
+    """A module around the model, of which it is the only part with parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.module, self.loss = model, nn.CrossEntropyLoss()
+
+
+WRAPPERS: dict[str, Any] = {
+    "compile": compiled,
+    "checkpoint": checkpointed,
+    "ddp": trained_by_ddp,
+    "dataparallel": nn.DataParallel,
+    "container": lambda model: nn.ModuleDict({"module": model}),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("model", [Decoder(), Decoder(headless=True)], ids=["head", "headless"])
+def test_a_wrapped_model_is_routed_as_the_bare_one(model: nn.Module, wrapper: str) -> None:
+    choices: dict[str, Any] = {
+        "adamw": ["blocks.1.up.*"],
+        "lr_scale": {"blocks.*.down.weight": 0.5},
+        "base_shapes": model,
+    }
+    bare = isokron.param_groups(model, **choices)
+    wrapped = WRAPPERS[wrapper](copy.deepcopy(model))
+    groups = isokron.param_groups(wrapped, **{**choices, "base_shapes": wrapped})
+    assert [g["name"] for g in groups] == [g["name"] for g in bare]
+    for group, expected in zip(groups, bare, strict=True):
+        assert [name for name, _ in group["params"]] == [name for name, _ in expected["params"]]
+        assert {p for _, p in group["params"]} <= set(wrapped.parameters())
+    with pytest.raises(ValueError, match=r"names look like embed_norm\.weight"):
+        isokron.param_groups(wrapped, adamw="_orig_mod.*")
+
+
+@pytest.mark.parametrize("wrapper", ["compile", "ddp", "dataparallel", "container"])
+def test_natural_gradient_has_the_layers_of_the_bare_model(wrapper: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    bare = isokron.NaturalGradient(model, layers="2")
+    wrapped = isokron.NaturalGradient(WRAPPERS[wrapper](model), layers="2")
+    names = [[group["param_names"] for group in o.param_groups] for o in (bare, wrapped)]
+    assert names[0] == names[1] == [["2.weight", "2.bias"], ["0.weight", "0.bias"]]
+
+
+def test_the_head_of_a_model_is_that_of_the_module_around_it() -> None:
+    backbone = Decoder(headless=True)
+    encoder = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(8, 2, 16), 2, enable_nested_tensor=False
+    )
+    for model, heads in ((Decoder(), 1), (backbone, 0), (encoder, 0)):
+        assert list(kinds(Lightning(model)).values()).count("heads") == heads
+
+
+@pytest.mark.parametrize("wrapper", ["compile", "ddp", "container"])
+def test_a_wrapped_backbone_of_transformers_has_no_head(wrapper: str) -> None:
+    transformers = pytest.importorskip("transformers", reason='pip install "isokron[hf]"')
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.BertConfig(**sizes, intermediate_size=32, vocab_size=30)
+    bert = transformers.BertModel(config)
+    bare = kinds(bert)
+    assert bare["pooler.dense.weight"] == "matrices"
+    assert kinds(WRAPPERS[wrapper](bert)) == bare
+    assert list(kinds(Lightning(bert)).values()) == list(bare.values())
 
 
 def test_a_tied_head_is_in_one_group_once() -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from isokron.exponents import exponents
+from isokron.optim.wrapped_models import named_parameters
 
 if TYPE_CHECKING:
     from isokron.optim.layout import Traits
@@ -21,7 +22,7 @@ def read_base_shapes(
 ) -> dict[str, Shape]:
     """The shape that every parameter has in the narrow model, checked against the wide one."""
     if isinstance(base_shapes, nn.Module):
-        base_shapes = dict(base_shapes.named_parameters())
+        base_shapes = named_parameters(base_shapes)
     if not isinstance(base_shapes, Mapping):
         raise TypeError(
             "param_groups: base_shapes must be the narrow model or a mapping of parameter names to "
@@ -32,8 +33,7 @@ def read_base_shapes(
         if name not in base_shapes:
             raise ValueError(
                 f"param_groups: base_shapes must have every trainable parameter, but has no "
-                f"{name!r}; make it from a narrow model of the same structure and unwrapped, as "
-                "the names of DDP or torch.compile differ"
+                f"{name!r}; make it from a narrow model of the same structure"
             )
         base, shape = tuple(getattr(base_shapes[name], "shape", base_shapes[name])), param.shape
         if len(base) != len(shape) or not all(0 < b <= s for b, s in zip(base, shape, strict=True)):

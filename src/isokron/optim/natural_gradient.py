@@ -33,6 +33,7 @@ from isokron.optim.natural_checks import (
 )
 from isokron.optim.settings import learning_rate
 from isokron.optim.statistics import MOST_CONDITION, Statistics, summary
+from isokron.optim.wrapped_models import unwrapped
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +107,7 @@ class NaturalGradient(torch.optim.Optimizer):
                 f"{type(model).__name__}; write NaturalGradient(model)"
             )
         check_arguments(arguments)
+        model = unwrapped(model)
         patterns = [layers] if isinstance(layers, str) else None if layers is None else list(layers)
         chosen = choose_layers(model, patterns, "skip" if policy == "dense" else "lowrank")
         policies = policy_by_layer(policy, [layer.name for layer in chosen], method)

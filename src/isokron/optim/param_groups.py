@@ -15,6 +15,7 @@ from isokron.block_layout import is_matrix, split_sizes
 from isokron.optim.lr_transfer import read_base_shapes
 from isokron.optim.param_kinds import find_kinds, find_parts, layer_weights
 from isokron.optim.settings import GROUP_KEYS, RULES, SHARED, param_name, require, unknown_keyword
+from isokron.optim.wrapped_models import named_parameters, unwrapped
 
 if TYPE_CHECKING:
     from isokron.optim.preconditioned import Preconditioned
@@ -54,7 +55,8 @@ def param_groups(
     their matrices. Frozen parameters are left out. `print(isokron.describe(groups))` shows the
     result; see docs/routing.md.
 
-    Patterns are matched against full names ("blocks.*.wq.weight"); the first match wins.
+    Patterns are matched against full names ("blocks.*.wq.weight"); the first match wins. A model in
+    DDP, DataParallel, torch.compile or checkpointing is routed as the bare one, with its names.
 
     Args:
         model: The model, whose modules say what its parameters are.
@@ -79,6 +81,7 @@ def param_groups(
             "learning rate and weight decay go to the optimizer, as its own do"
         )
     named = _trainable(model)
+    model = unwrapped(model)
     kinds = find_kinds(model, _heads(model, named, head))
     parts = find_parts(model)
     base = {} if base_shapes is None else read_base_shapes(base_shapes, named)
@@ -139,7 +142,7 @@ def _trainable(model: nn.Module) -> dict[str, Tensor]:
             f"param_groups takes the model, not {type(model).__name__}: it looks at the modules "
             "that parameters belong to; write isokron.param_groups(model)"
         )
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    named = {name: p for name, p in named_parameters(model).items() if p.requires_grad}
     for name, param in named.items():
         if isinstance(param, UninitializedParameter):
             raise ValueError(
@@ -148,7 +151,7 @@ def _trainable(model: nn.Module) -> dict[str, Tensor]:
             )
     if not named:
         raise ValueError("param_groups: the model has no parameter that requires a gradient")
-    return dict(named)
+    return named
 
 
 def _split_settings(

@@ -11,6 +11,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from isokron.block_layout import is_matrix
+from isokron.optim.wrapped_models import unwrapped
 
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
 RECURRENT = {nn.LSTM: 4, nn.LSTMCell: 4, nn.GRU: 3, nn.GRUCell: 3}  # gates in one weight
@@ -97,6 +98,7 @@ def _parts(module: nn.Module) -> dict[Tensor, dict[str, Any]]:
             parts[gate_up]["split"] = 2
         return parts
     fused = dict(module.named_children()).get("c_attn")  # GPT-2's query, key and value side by side
+    fused = None if fused is None else unwrapped(fused)
     if fused is not None and _is_transposed(fused) and _of_transformers(module, "Attention"):
         width, outputs = fused.weight.shape  # type: ignore[misc]
         if outputs % width == 0:
@@ -127,12 +129,16 @@ def find_heads(model: nn.Module, adapters: Set[Tensor] = frozenset()) -> set[Ten
 
     Models of transformers are asked: `get_output_embeddings`, else the layers with one output for
     each of the config's labels; a backbone has none. In other models it is the last linear layer,
-    if others come before it and it is not inside one of several similar blocks.
+    if others come before it and it is not inside one of several similar blocks. A module whose
+    parameters are all in one child (a wrapper, or a LightningModule) has that child's head.
     """
     get_head = getattr(model, "get_output_embeddings", None)
     head = get_head() if callable(get_head) else None
     if isinstance(head, nn.Module):
         return layer_weights(head)
+    children = [child for child in model.children() if any(True for _ in child.parameters())]
+    if len(children) == 1 and not any(True for _ in model.parameters(recurse=False)):
+        return find_heads(children[0], adapters)
     layers = {
         name: module
         for name, module in model.named_modules()
@@ -184,7 +190,7 @@ def _adapters(model: nn.Module) -> set[Tensor]:
     containers = (nn.ModuleDict, nn.ParameterDict, nn.ParameterList, nn.ModuleList)
     for module in model.modules():
         near = list(module.parameters(recurse=False))
-        for child in module.children():
+        for child in map(unwrapped, module.children()):
             if isinstance(child, containers):
                 near += [p for layer in child.children() for p in layer.parameters(recurse=False)]
             near += child.parameters(recurse=False)
