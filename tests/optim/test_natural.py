@@ -216,6 +216,45 @@ def test_passes_that_do_not_train_are_not_counted(mode: str) -> None:
     assert equal(model, reference)
 
 
+def of_parameters(model: nn.Module, loss: Tensor, inputs: Tensor) -> None:
+    torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+
+
+def of_inputs(model: nn.Module, loss: Tensor, inputs: Tensor) -> None:
+    (grad,) = torch.autograd.grad(loss, inputs, create_graph=True)
+    torch.autograd.grad(
+        grad.square().sum(), list(model.parameters()), retain_graph=True, allow_unused=True
+    )
+
+
+def backward_to_inputs(model: nn.Module, loss: Tensor, inputs: Tensor) -> None:
+    loss.backward(inputs=[inputs], retain_graph=True)
+
+
+@pytest.mark.parametrize("same_graph", [True, False])
+@pytest.mark.parametrize("other", [of_parameters, of_inputs, backward_to_inputs])
+def test_gradients_for_something_else_are_not_observed(other: Any, same_graph: bool) -> None:
+    """A gradient penalty, an influence or a norm for a log, before a step or after its passes."""
+
+    def trained(uses: bool) -> nn.Module:
+        torch.manual_seed(0)
+        model = Twice().double()
+        optimizer = isokron.NaturalGradient(model, **SETTINGS)
+        for _ in range(3):
+            inputs = torch.randn(8, 2, 3, 3, dtype=torch.float64, requires_grad=True)
+            loss = model(inputs).square().mean()
+            if uses:
+                other(model, loss if same_graph else model(inputs).sum(), inputs)
+            loss.backward()
+            if uses:
+                other(model, model(inputs).sum(), inputs)
+            optimizer.step()
+            optimizer.zero_grad()
+        return model
+
+    assert equal(trained(True), trained(False))
+
+
 class Twice(nn.Module):
     """One layer used twice by the same examples, and a convolution over positions."""
 
@@ -540,9 +579,10 @@ def test_what_is_not_finite_changes_nothing_and_is_reported(where: str, mode: st
     if where == "gradient":
         model[0].weight.grad[0, 0] = torch.inf
     else:
-        # of a gradient that reaches outputs of layer 0 and no parameter
         outputs = model[0](data(2)[0])
-        torch.autograd.grad(outputs, [outputs], torch.full_like(outputs, torch.nan))
+        outputs.backward(torch.full_like(outputs, torch.nan))
+        for param in model[0].parameters():
+            param.grad.nan_to_num_()
     if mode == "raise":
         rule = "0.weight" if where == "gradient" else "layer '0'"
         with pytest.raises(FloatingPointError, match=f"{rule}.*; nothing was changed"):

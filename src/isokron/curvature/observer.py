@@ -109,7 +109,7 @@ class Observer(Watcher):
     def _take(self, event: Event) -> None:
         if self.stale:
             self.forget()
-        if not self.observing:
+        if not self.observing or (self.fisher == "empirical" and not _accumulates(event.layer)):
             return
         name = event.layer.name
         number = torch._C._current_graph_task_id()
@@ -136,3 +136,18 @@ class Observer(Watcher):
                 self.fold.take(layer, uses)
                 if name in self.bases:
                     eigenvalues_(self.fold.sums[name], uses, self.bases[name], layer.columns)
+
+
+def _accumulates(layer: Layer) -> bool:
+    """Whether this pass writes the gradient of a layer: not of `autograd.grad`, for something else.
+
+    Checked where a parameter's gradient will be written, which autograd knows ahead.
+    """
+    for param in layer.module.parameters():
+        if param.requires_grad:
+            try:
+                if torch._C._will_engine_execute_node(get_gradient_edge(param).node):
+                    return True
+            except RuntimeError:  # a parameter that autograd.grad returns the gradient of
+                continue
+    return False
