@@ -299,41 +299,6 @@ def test_what_is_masked_is_as_if_it_were_not_there(method: str, sharing: str) ->
         torch.testing.assert_close(found[layer].to_dense(), want[layer].to_dense(), **EXACT)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("sharing", ["expand", "reduce"])
-def test_padding_at_the_end_of_sequences_is_as_if_it_were_not_there(
-    method: str, sharing: str
-) -> None:
-    model, x = Sequence().double(), torch.randn(4, 3, 2).double()
-    t = torch.randint(CLASSES, (4, 3))
-    t[1, 1:] = t[2] = -100  # the third is padding altogether
-    cut = [(x[:1], t[:1]), (x[1:2, :1], t[1:2, :1]), (x[3:], t[3:])]
-    options: Any = {"method": method, "sharing": sharing, **DOUBLE}
-    found, want = (fit(model, data, CrossEntropy(), **options) for data in ([(x, t)], cut))
-    for layer in want:
-        torch.testing.assert_close(found[layer].to_dense(), want[layer].to_dense(), **EXACT)
-
-
-def test_a_prompt_without_losses_keeps_the_gradients_that_come_to_it() -> None:
-    model, x = Sequence().double(), torch.randn(4, 3, 2).double()
-    t = torch.randint(CLASSES, (4, 3))
-    t[:, :2] = -100  # only the last token has a loss, which reads all others
-    found = fit(model, [(x, t)], CrossEntropy(), **DOUBLE)
-    hidden = model.first(x)
-    scores = model.last(torch.tanh(hidden).cumsum(1))
-    g = torch.autograd.grad(
-        functional.cross_entropy(scores[:, 2], t[:, 2], reduction="sum"), hidden
-    )
-    rows = g[0].flatten(0, 1)
-    torch.testing.assert_close(
-        found.layers["first"].statistics["output"][0], rows.T @ rows / 4, **EXACT
-    )
-    ones = torch.cat([x, torch.ones(4, 3, 1)], 2).flatten(0, 1)
-    torch.testing.assert_close(
-        found.layers["first"].statistics["input"][0], ones.T @ ones / 12, **EXACT
-    )
-
-
 def test_losses_of_ones_own_with_weights_are_a_likelihood_with_masked_terms() -> None:
     model, x = Sequence().double(), torch.randn(4, 3, 2).double()
     t = torch.randint(CLASSES, (4, 3))

@@ -68,8 +68,12 @@ class Passes:
         self.count = 0.0  # sum of the weights of the last batch
         self.examples: int | None = None  # of the last batch, where that is known
         self.terms = 0  # of the last batch
-        self.counted: Tensor | None = None  # [N, S] of the last batch, None where all terms count
+        # [N], which examples of the last batch have a term that counts; None where all terms do
+        self.weighted: Tensor | None = None
         self.waiting: dict[str, list[Event]] = {}
+        # positions that one of many passes reaches, by layer, and whether they are being looked for
+        self.reach: dict[str, Tensor | None] = {}
+        self.looks = False
         self.reached: set[str] = set()  # layers that had a gradient in this pass over the data
         self.head: Event | None = None  # with probabilities in the place of gradients
         self.warned = False
@@ -111,6 +115,7 @@ class Passes:
         self.watcher.products = [] if closed_form else None
         self.watcher.calls.clear()
         self.head = None
+        self.reach.clear()
         with self.watcher:
             self._backward_passes(batch, fold)
         self.watcher.products = None
@@ -144,11 +149,15 @@ class Passes:
         masks = self.weighting == "sqrt"
         with self.plain():
             grouped = [by_example(event, self.examples, self.terms) for event in events]
-            uses = joined(grouped, self.dtype, self.counted if masks else None)
-            # positions that only fill up an expert's rows are no inputs
-            if uses.positions is not None and masks:
-                mask = uses.positions >= 0
-                uses = replace(uses, counted=mask if uses.counted is None else uses.counted & mask)
+            uses = joined(grouped, self.dtype, self.weighted, masks)
+            name = events[0].layer.name
+            if self.looks:
+                self.reach[name] = uses.counted
+                return
+            if name in self.reach and kind is None:
+                mask = self.reach[name]
+                if mask is None or mask.size(1) == uses.grads.size(2):
+                    uses = replace(uses, counted=mask)
             fold(events[0].layer, uses if kind is None else replace(uses, kind=kind))
 
     def _totals(self, batch: Any) -> Iterator[tuple[Tensor, bool]]:
@@ -168,6 +177,11 @@ class Passes:
             if self.head is not None and len(self.layers) == 1:
                 return
             self._warn_of_cost(outputs.shape)
+            if weights.ndim > 1:  # each pass is of one position, and reaches those that it reads
+                some = torch.rand(outputs.shape, generator=self.generator).to(outputs)
+                self.looks = True
+                yield Sloped.apply(outputs, some * (weights > 0).unsqueeze(-1)), True
+                self.looks = False
             for slopes in hessian_roots(loss, fixed, weights):
                 yield Sloped.apply(outputs, slopes), True
             return
@@ -179,7 +193,7 @@ class Passes:
             return
         terms, slopes = loss.terms_and_slopes(fixed, targets)
         self._record(terms, weights)
-        if self.counted is not None:  # weights are 0 or 1
+        if self.weighted is not None:  # weights are 0 or 1
             slopes *= weights.reshape(*slopes.shape[:-1], 1).to(slopes.dtype)
         total = Sloped.apply(outputs, slopes)
         del outputs, fixed, slopes  # logits of a large vocabulary are freed in the backward pass
@@ -214,11 +228,11 @@ class Passes:
         return None
 
     def _count(self, weights: Tensor, batch: Any) -> None:
-        """Remember how many terms count, which, and of how many examples."""
+        """Remember how many terms count, and of how many examples."""
         self.count, self.terms = float(weights.sum()), weights.numel()
         self.examples = _examples(weights, batch)
         counted = weights > 0
-        self.counted = None if bool(counted.all()) else self._rows(counted)
+        self.weighted = None if bool(counted.all()) else self._rows(counted).any(1)
 
     def _warn_of_cost(self, shape: Sequence[int]) -> None:
         if not self.warned:

@@ -25,7 +25,7 @@ class Event:
     inputs: [B, N, S, i], or numbers of columns [B, N, S]; grads: of its outputs, [B, N, S, o]. Of
     an expert, every token routed to it is an example: `tokens` [N] are their numbers among all
     `count` tokens of the batch; regrouped by example, [N, S] are their positions in it, and −1
-    where rows were filled up.
+    where rows were filled up. vector: outputs have no dimension of positions.
     """
 
     layer: Layer
@@ -33,6 +33,7 @@ class Event:
     grads: Tensor
     tokens: Tensor | None = None
     count: int = 0
+    vector: bool = False
 
 
 Sink = Callable[[Event], None]
@@ -141,7 +142,8 @@ class Watcher:
             grad = grad if part is None else part(grad)
             grads = outputs_of(layer, grad)
             # of a bias, inputs are not looked at
-            event = Event(layer, inputs_of(layer, x) if layer.has_weight else grads, grads)
+            inputs = inputs_of(layer, x) if layer.has_weight else grads
+            event = Event(layer, inputs, grads, vector=grad.ndim == 2)
             yield event if layer is owner else as_use_of(owner, event)
 
         self._await([owner], inputs, outputs, events)

@@ -47,7 +47,7 @@ class Observer(Watcher):
         self.reached: set[str] = set()  # layers that `observe` has come to
         self.waiting: dict[str, list[tuple[int, Event]]] = {}  # with the number of their pass
         self.observing = self.fisher == "empirical"
-        self.counted: Tensor | None = None  # [N, S], which terms of `observe` count
+        self.weighted: Tensor | None = None  # [N], which examples of `observe` have a term
         self.stale = False  # whether a GradScaler has ended the step that this was for
 
     def observes(self, module: nn.Module) -> bool:
@@ -73,7 +73,7 @@ class Observer(Watcher):
         if self.stale:
             self.forget()
         fixed, counted = outputs.detach(), weights > 0
-        self.counted = None if bool(counted.all()) else counted.reshape(len(weights), -1)
+        self.weighted = None if bool(counted.all()) else counted.reshape(len(weights), -1).any(1)
         if self.fisher == "exact" and not self.warned:
             warn_of_passes(outputs.shape)
             self.warned = True
@@ -91,7 +91,7 @@ class Observer(Watcher):
         self.fold.end_inputs()
         for name in self.reached:
             self.terms[name] = self.terms.get(name, 0.0) + float(weights.sum())
-        self.observing, self.counted = False, None
+        self.observing, self.weighted = False, None
         self.edges.clear()
         self.calls.clear()
 
@@ -129,7 +129,7 @@ class Observer(Watcher):
             layer = events[0].layer
             self.reached.add(name)
             dtype = next(layer.module.parameters()).dtype
-            uses = joined(events, torch.promote_types(dtype, torch.float32), self.counted)
+            uses = joined(events, torch.promote_types(dtype, torch.float32), self.weighted)
             if self.fisher == "empirical":  # a term of the loss is an example
                 self.terms[name] = self.terms.get(name, 0.0) + uses.grads.size(1)
             with torch.no_grad():

@@ -144,7 +144,7 @@ class RunningFisher:
         state, weights = self.state, {}
         for key, count in (("terms", terms), ("places", places)):
             state[key].mul_(beta).add_(count)
-            weights[key] = count / float(state[key])
+            weights[key] = count / (float(state[key]) or 1.0)
         for key, value in means.items():
             if key == "columns":
                 self._append_(value, weights["terms"])

@@ -34,10 +34,11 @@ class Uses:
     """All uses of one weight in a batch.
 
     inputs: [B, N, S, i], or numbers of columns [B, N, S] where `kind` is "index"; grads:
-    [B, N, S, o], in whose place a "softmax" has its probabilities. `counted`: [N, S], False where
-    no loss is taken, or None. `bias`: every input has a one after it, which is not written down: a
-    copy of all inputs would cost more than it says. `positions`: [N, S], where in an example of
-    `length` positions the tokens of an expert are, −1 for none; None where all positions are.
+    [B, N, S, o], in whose place a "softmax" has its probabilities. `counted`: [N, S], the positions
+    that a gradient reaches, None where all count. `bias`: every input has a one after it, which is
+    not written down: a copy of all inputs would cost more than it says. `positions`: [N, S], where
+    in an example of `length` positions the tokens of an expert are, −1 for none; None where all
+    positions are.
     """
 
     inputs: Tensor
@@ -70,8 +71,13 @@ class Uses:
         return inputs.index_select(1, numbers), grads.index_select(1, numbers)
 
 
-def joined(events: Sequence[Event], dtype: torch.dtype, counted: Tensor | None) -> Uses:
-    """The uses of one weight side by side, as if they were positions of one."""
+def joined(
+    events: Sequence[Event], dtype: torch.dtype, weighted: Tensor | None = None, masks: bool = True
+) -> Uses:
+    """The uses of one weight side by side, as if they were positions of one.
+
+    weighted: [N], False for examples without a term that counts. masks: find what counts.
+    """
     layer = events[0].layer
     sizes = sorted({event.grads.size(1) for event in events})
     if len(sizes) > 1:
@@ -85,36 +91,38 @@ def joined(events: Sequence[Event], dtype: torch.dtype, counted: Tensor | None) 
         grads = torch.cat([event.grads for event in events], 2)
     if layer.kind != "index":
         inputs = inputs.to(dtype)
-    if counted is not None:
-        counted = torch.cat([_where(counted, event) for event in events], 1)
+    counted = None
+    if masks and not (weighted is None and all(map(_is_vector, events))):
+        counted = torch.cat([_counted(event, weighted) for event in events], 1)
+        counted = None if bool(counted.all()) else counted
     routed = [event.tokens for event in events if event.tokens is not None]
     positions = torch.cat(routed, 1) if routed and routed[0].ndim == 2 else None
     bias = layer.kind == "dense" and layer.layout.bias
     return Uses(inputs, grads.to(dtype), layer.kind, counted, bias, positions, events[0].count)
 
 
-def _where(counted: Tensor, event: Event) -> Tensor:
-    """Which positions of a layer count, [N, S]: those of terms that do, or of examples that have
-    one where positions are others than those of terms; and those a gradient comes to all the same,
-    from positions that read them."""
+def _is_vector(event: Event) -> bool:
+    return event.vector and event.grads.size(2) == 1
+
+
+def _counted(event: Event, weighted: Tensor | None) -> Tensor:
+    """Which positions of a layer count, [N, S]: those that a gradient reaches, which padding does
+    not have, whatever it is padded to. A vector is no padding, even if a ReLU passes nothing on."""
     examples, places = event.grads.shape[1:3]
+    if _is_vector(event) and (weighted is None or len(weighted) == examples):
+        ones = event.grads.new_ones(examples, places, dtype=torch.bool)
+        return ones if weighted is None else weighted[:, None]
     # grads.any(3), several times as fast on the CPU
-    reached = event.grads.abs().amax(3).ne(0).any(0)
-    if counted.numel() == examples * places:
-        return counted.reshape(examples, places) | reached
-    if len(counted) == examples:
-        return counted.reshape(examples, -1).any(1, keepdim=True) | reached
-    return torch.ones_like(reached)
+    return event.grads.abs().amax(3).ne(0).any(0)
 
 
 def either(before: Uses | None, uses: Uses) -> Uses:
     """Of two passes back through the same uses: the positions that count in one of them."""
     if before is None or before.grads.size(2) < uses.grads.size(2):
         return uses
-    masks = before.counted, uses.counted
-    if masks[0] is None or masks[1] is None or masks[0].shape != masks[1].shape:
+    if before.counted is None or before.grads.size(2) > uses.grads.size(2):
         return before
-    return replace(before, counted=masks[0] | masks[1])
+    return replace(before, counted=None if uses.counted is None else before.counted | uses.counted)
 
 
 def reduced(uses: Uses) -> Uses:
@@ -356,6 +364,8 @@ class GradientRows(Sums):
         if name not in self.rows or name in self:
             super().gram(name, rows)
             return
+        if not rows.size(1):  # no position counts in this batch: a gradient of zeros
+            rows = rows.new_zeros(len(rows), 1, rows.size(2))
         parts = self.rows[name]
         count = rows.size(1) + sum(part.size(1) for part in parts)
         if count and not self._keeps(rows.size(2), count):
@@ -421,7 +431,8 @@ def means_of(sums: Sums, terms: float, like: Tensor) -> dict[str, Tensor]:
         means["output"] = side + means["output"] if "output" in means else side
     places = means.pop("places", None)
     for name, value in means.items():
-        value.div_(float(places) if name == "input" and places is not None else terms)
+        # no position counts where no gradient reaches any, as behind a weight that begins at zero
+        value.div_(max(1.0, float(places)) if name == "input" and places is not None else terms)
     means.update(columns)
     return means
 
