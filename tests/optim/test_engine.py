@@ -440,6 +440,42 @@ def test_momentum_of_the_update_follows_the_naive_version() -> None:
         torch.testing.assert_close(steps(optimizer, weight, grads), w, rtol=1e-9, atol=1e-9)
 
 
+CYCLED = (isokron.Muon, isokron.Quad, isokron.SignDescent, isokron.SOAP, isokron.AdamW)
+
+
+@pytest.mark.parametrize("make", CYCLED)
+@pytest.mark.parametrize("cycle", ["one", "many"])
+def test_cycled_momentum_is_the_first_moments_rate(make: type, cycle: str) -> None:
+    """OneCycleLR and CyclicLR write betas[0]: the same by hand, where the method has its rate."""
+    params = [nn.Parameter(torch.ones(4, 3)) for _ in range(2)]
+    cycled, by_hand = (build(make, [param], weight_decay=0.0) for param in params)
+    schedule: Any
+    if cycle == "one":
+        schedule = torch.optim.lr_scheduler.OneCycleLR(cycled, 0.1, total_steps=8)
+    else:
+        schedule = torch.optim.lr_scheduler.CyclicLR(cycled, 0.01, 0.1, 3)
+    heavy_ball, rates = cycled.traits.heavy_ball, []
+    for _ in range(6):
+        group, theirs = by_hand.param_groups[0], cycled.param_groups[0]
+        group["lr"], group["betas"] = theirs["lr"], theirs["betas"]
+        if group["momentum"] and not heavy_ball:
+            group["momentum"] = theirs["betas"][0]
+        rates.append(theirs["betas"][0])
+        grad = torch.randn(4, 3)
+        for param, optimizer in zip(params, (cycled, by_hand), strict=True):
+            param.grad = grad.clone()
+            optimizer.step()
+        assert theirs["momentum"] == group["momentum"]
+        assert torch.equal(*params)
+        schedule.step()
+    assert len(set(rates)) > 2
+    if make is isokron.Muon:  # one that is set after the cycle stays
+        cycled.step()
+        cycled.param_groups[0]["momentum"] = 0.5
+        cycled.step()
+        assert cycled.param_groups[0]["momentum"] == 0.5
+
+
 def test_corrected_weight_decay_falls_with_the_learning_rate() -> None:
     """W ← W − lr·(lr/peak)·λW, for blocks and for what AdamW steps; the peak is remembered."""
     params = [nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(4))]

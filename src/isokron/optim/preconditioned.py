@@ -51,6 +51,7 @@ from isokron.optim.settings import (
     check_param,
     check_settings,
     check_spelling,
+    follow_cycle_,
     layout_settings,
     note_peak_,
     param_name,
@@ -169,6 +170,8 @@ class Preconditioned(torch.optim.Optimizer):
             self._recorder.begin_step()
         for group, layout in zip(self.param_groups, self._current_layouts(), strict=True):
             note_peak_(group)
+            if not self.traits.heavy_ball:
+                follow_cycle_(group)
             before = layout.averages.before() if layout.averages else []
             self._step_blocks(layout, group)
             moved = [params.step_(group) for params in layout.adamw]

@@ -150,6 +150,19 @@ def note_peak_(group: dict[str, Any]) -> None:
         group["peak_lr"] = max(map(float, rates))
 
 
+def follow_cycle_(group: dict[str, Any]) -> None:
+    """Let `momentum` follow betas[0] while OneCycleLR or CyclicLR cycles it.
+
+    They write betas[0] of every group that has betas, and these are AdamW's where the first
+    moment's rate is `momentum`.
+    """
+    beta = group["betas"][0]
+    if "max_momentum" in group and group.get("cycled") != beta:
+        group["cycled"] = beta  # so that a later assignment to momentum stays
+        if group["momentum"] > 0:
+            group["momentum"] = beta
+
+
 def decay_rate(group: Mapping[str, Any]) -> Any:
     """λ of W ← W − lr·λW; "corrected" lets it fall with the learning rate (2506.02285)."""
     rate = 0.0 if group["decay"] == "l2" else group["weight_decay"]
