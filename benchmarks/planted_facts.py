@@ -42,8 +42,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from isokron import Attributor
 from isokron.attribution import Query, read_queries
-from isokron.attribution.data import hash_of
 from isokron.attribution.score import exact_scores
+from isokron.digest import hash_of
 from isokron.files import check_same, write_atomically, write_json
 from isokron.report.attribution import write_report
 from isokron.tasks import Examples, Shown, Task

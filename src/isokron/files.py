@@ -4,8 +4,9 @@ import errno
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -51,6 +52,34 @@ def write_json(path: Path, value: Any) -> None:
     write_atomically(path, [text.encode(), b"\n"])
 
 
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Held by one process at a time for work on a file; others wait. It ends with the process."""
+    lock_file = _beside(path, "lock")
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(_alone(lock_file))
+        except OSError as error:
+            raise explained(path, error) from None
+        try:
+            yield
+        finally:
+            if fcntl is not None:  # still locked
+                lock_file.unlink(missing_ok=True)
+    if fcntl is None:  # an open file cannot be removed
+        lock_file.unlink(missing_ok=True)
+
+
+def check_writable(folder: Path) -> None:
+    """Refuse a folder that cannot be made or written, before work that would be lost."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise explained(folder, error) from None
+
+
 def check_free(folder: Path, marker: str, ours: Collection[str] = ()) -> None:
     """Refuse a folder with other files than `ours` in it, unless the file `marker` is there."""
     if folder.exists() and not folder.is_dir():
@@ -74,17 +103,17 @@ def check_same(folder: Path, what: str, old: Mapping[str, Any], new: Mapping[str
 
 
 def clear_beside(path: Path) -> None:
-    """Remove the temporary file that a killed process left, unless another is writing it now."""
-    temporary = _beside(path)
-    if not temporary.exists():
-        return
-    with temporary.open("ab") as file:
-        if lock(file, wait=False) and _is_open(temporary, file):
-            temporary.unlink(missing_ok=True)
+    """Remove the hidden files that a killed process left, unless another is using them now."""
+    for ending in ("tmp", "lock"):
+        hidden = _beside(path, ending)
+        if hidden.exists():
+            with hidden.open("ab") as file:
+                if lock(file, wait=False) and _is_open(hidden, file):
+                    hidden.unlink(missing_ok=True)
 
 
-def _beside(path: Path) -> Path:
-    return path.with_name(f".{path.name}.tmp")
+def _beside(path: Path, ending: str = "tmp") -> Path:
+    return path.with_name(f".{path.name}.{ending}")
 
 
 @contextmanager
@@ -99,12 +128,13 @@ def _alone(temporary: Path) -> Iterator[BinaryIO]:
         # another process has renamed it in the meantime: open a new one
 
 
-def lock(file: BinaryIO, wait: bool) -> bool:
+def lock(file: BinaryIO, wait: bool, shared: bool = False) -> bool:
     """Whether the file could be locked; file systems without locks count as locked."""
     if fcntl is None:
         return True
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        fcntl.flock(file, kind | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
         return False
     except OSError as error:

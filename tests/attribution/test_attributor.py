@@ -375,7 +375,7 @@ def test_dropout_and_batch_norm_do_not_act_and_modes_come_back(tmp_path: Path) -
 
 
 def test_scores_that_are_no_numbers_are_refused_by_name(tmp_path: Path) -> None:
-    a = attributor(tmp_path).fit()
+    a = attributor(tmp_path)
     query = asked(a, ["abc"])[0]
     with torch.no_grad():
         next(a.subject.model.parameters()).fill_(float("nan"))

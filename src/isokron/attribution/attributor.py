@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from isokron.attribution.arguments import check_folder, suggest_keywords, with_task
-from isokron.attribution.data import Data, Subject, hash_of, show_example, spread, to_device
+from isokron.attribution.data import Data, Subject, show_example, spread, to_device
+from isokron.attribution.fingerprint import Fingerprints
 from isokron.attribution.memory import Budget, MemoryPlan
 from isokron.attribution.queries import Query, as_queries
 from isokron.attribution.refinement import RefinedScorer
@@ -33,8 +34,8 @@ from isokron.curvature.check import check_layers
 from isokron.curvature.fit import FISHERS, METHODS, SHARINGS
 from isokron.curvature.losses import Likelihood, Loss
 from isokron.curvature.optimizer_state import curvature_from_optimizer, read_checkpoint
+from isokron.digest import hash_of
 from isokron.distributed import Ranks
-from isokron.distributed.rank_tasks import in_turn
 from isokron.files import check_same
 from isokron.report.attribution import write_report
 from isokron.tasks import Shown, Task
@@ -52,10 +53,12 @@ class Attributor:
     ```
 
     If the process is killed, the same calls continue from the last finished step. The model is
-    used in eval mode and is not changed.
+    used in eval mode and is not changed. If it was trained on after results were computed, they are
+    not used with it: a new folder and a new Attributor are needed.
 
     Args:
-        folder: where the run is kept: a new folder, or one with a run of the same model and data.
+        folder: where the run is kept: a new folder, or one with a run of the same model, data, loss
+            and collate function.
         model: a trained model.
         train_set: a map-style Dataset, DataLoader, list of tuples or dicts, `datasets.Dataset` or
             `isokron.tasks.Examples`.
@@ -122,12 +125,14 @@ class Attributor:
         self.budget = Budget(self.subject, self.lowrank, memory)
         self.exact = ExactScorer(self.subject, self.inverse)
         self._inverses: dict[float, Curvature] = {}
-        self.weights = hash_of(model.state_dict())[:16]
-        # a folder with a run of another model or other data is refused
+        self.fingerprints = Fingerprints(self.subject)
         origin: dict[str, Any] = {"given": self.source, "layers": self.patterns, "head": head}
         origin |= {"max_side": max_side, "examples": len(self.data)}
-        origin |= {"weights": self.weights, "data": self.data.digest()}
-        self.folder = RunFolder(Path(folder), origin, ranks)
+        self.folder = RunFolder(Path(folder), origin, self.fingerprints.now(), ranks)
+
+    def _claim(self) -> None:
+        """Refuse results in the folder if the model was trained on since they were computed."""
+        self.folder.claim(self.fingerprints.now())
 
     def fit(
         self,
@@ -159,13 +164,15 @@ class Attributor:
         subject = self.subject
         if run is not None and (method != "unroll" or optimizer is not None):
             raise ValueError("run is for fit('unroll', run=…) alone; leave it out")
+        self._claim()
         if optimizer is not None:
             return self._take_curvature(optimizer)
         if method == "unroll":
             limit = self.budget.limit
             scorer = UnrolledScorer.checked(subject, self.inverse, self.task, run, limit)
             self._enter_fit({"method": "unroll"})
-            self.exact = scorer
+            with self.folder.finish("fit", {"method": "unroll"}):
+                self.exact = scorer
             return self
         settings: dict[str, Any] = {"method": method, "fisher": fisher, "sharing": sharing}
         for name, choices in (("method", METHODS), ("fisher", FISHERS), ("sharing", SHARINGS)):
@@ -177,7 +184,6 @@ class Attributor:
                 f"examples to fit must be from 1 to the {len(self.data)} of the run, got {examples}"
             )
         numbers = spread(len(self.data), count)
-        # all checks come first, because a recorded stage cannot be changed
         if fisher != "empirical" and not isinstance(subject.loss, Likelihood):
             raise ValueError(
                 f"fisher {fisher!r} needs a loss that knows its distribution, such as "
@@ -216,7 +222,7 @@ class Attributor:
         return self._fitted(settings, lambda: curvature)
 
     def _enter_fit(self, settings: Mapping[str, Any]) -> None:
-        self.folder.enter("fit", settings)
+        self.folder.check_stage("fit", settings)
         # cached values may belong to an earlier call
         self.exact = ExactScorer(self.subject, self.inverse)
         self.__dict__.pop("curvature", None)
@@ -225,11 +231,17 @@ class Attributor:
 
     def _fitted(self, settings: Mapping[str, Any], compute: Callable[[], Curvature]) -> Self:
         self._enter_fit(settings)
-        if not self._is_fitted():
-            self.curvature = compute()
-            with in_turn(self.subject.ranks, "saving the curvature"):
+        if self.folder.stage("fit") is None or not self._is_fitted():
+            curvature, is_saved = compute(), True
+            curvature.fingerprint = self.folder.fingerprint
+            with self.folder.finish("fit", settings) as is_recorded:
                 if self.folder.leads:
-                    self.curvature.save(self.folder.curvature)
+                    # another process may have been faster, with other rounding errors
+                    is_saved = is_recorded and self.folder.has_curvature()
+                    if not is_saved:
+                        curvature.save(self.folder.curvature)
+            if not (self.folder.leads and is_saved):
+                self.curvature = curvature
         return self
 
     @property
@@ -238,7 +250,7 @@ class Attributor:
         return (self.folder.stage("fit") or {}).get("method") == "unroll"
 
     def _is_fitted(self) -> bool:
-        fitted = (self.folder.curvature / "curvature.json").exists()
+        fitted = self.folder.has_curvature()
         if self.subject.ranks is not None:
             self.subject.ranks.agree("whether the curvature is there", fitted)
         return fitted
@@ -258,7 +270,10 @@ class Attributor:
         if not self._is_fitted():
             path = self.folder.path
             raise ValueError(f"the curvature of {path} is not finished; run: isokron fit {path}")
-        return Curvature.load(self.folder.curvature, self.subject.model)
+        curvature = Curvature.load(self.folder.curvature, self.subject.model)
+        path = self.folder.curvature
+        self.fingerprints.now().check(path, "curvature", curvature.fingerprint)
+        return curvature
 
     def inverse(self, damping: float = DAMPING) -> Curvature | None:
         """H⁻¹, damped by `damping` of each layer's mean eigenvalue."""
@@ -311,6 +326,7 @@ class Attributor:
             raise ValueError(f"{self.folder.path} is unrolled and has no gradients to store")
         settings: dict[str, Any] = {"dim": dim, "damping": damping, "dtype": dtype, "seed": seed}
         check_build(settings)
+        self._claim()
         limit, scorer = self.budget.limit, self._store_scorer()
         asked = [] if queries is None else self.queries(queries)
         plan = self.memory_plan(queries=asked)
@@ -319,22 +335,23 @@ class Attributor:
         parts = {**plan.parts, "whitening": plan.parts["statistics"] + shares}
         replace(plan, parts=parts).check()
         if dim is None:
-            earlier = self.folder.stage("build")
-            # several copies of the sample's rows are in memory while they are compared
-            settings["dim"] = (
-                scorer.chosen_dim(settings, asked, limit // 8, plan.block)
-                if earlier is None
-                else earlier["dim"]
-            )
-        self.folder.enter("build", settings)
+            # a store that was begun with these settings is continued
+            earlier = self.folder.begun_store() or {}
+            settings["dim"] = earlier.get("dim")
+            if earlier != settings:
+                # several copies of the sample's rows are in memory while they are compared
+                settings["dim"] = scorer.chosen_dim(settings, asked, limit // 8, plan.block)
+        self.folder.check_stage("build", settings)
         self.__dict__.pop("store", None)
-        scorer.build(self.folder.gradients, settings, self._recorded(settings), limit)
-        return self
+        is_new = self.folder.stage("build") is None
+        scorer.build(self.folder.gradients, settings, self._recorded(settings), limit, is_new)
+        with self.folder.finish("build", settings):
+            return self
 
     def _recorded(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """All settings that the numbers in a store depend on."""
         fit = self.folder.stage("fit")
-        return {"build": dict(settings), "fit": fit, "weights": self.weights}
+        return {"build": dict(settings), "fit": fit, "fingerprint": self.folder.fingerprint}
 
     @cached_property
     def store(self) -> Store:
@@ -343,9 +360,11 @@ class Attributor:
         if settings is None:
             path = self.folder.path
             raise ValueError(f"{path} has no store; build one, or score exactly (store=False)")
-        store = Store.open(self.folder.gradients)
-        wanted = self._recorded(settings)
-        check_same(self.folder.gradients, "store", store.schema.settings, wanted)
+        store, path = Store.open(self.folder.gradients), self.folder.gradients
+        stored, wanted = dict(store.schema.settings), self._recorded(settings)
+        wanted.pop("fingerprint")
+        self.fingerprints.now().check(path, "store", stored.pop("fingerprint", {}))
+        check_same(path, "store", stored, wanted)
         return store
 
     def score(
@@ -391,6 +410,7 @@ class Attributor:
         settings |= {"top": top, "verify": verify, "refine": refine, "store": use_store}
         settings["damping"] = damping
         check_settings({**settings, "name": name})
+        self._claim()
         asked, exact = self.queries(queries), self._exact_scorer(refine)
         settled, scorer = exact.settled(settings), exact
         if use_store:
@@ -404,8 +424,9 @@ class Attributor:
         result.layers = tuple(layer.name for layer in scorer.subject.layers)
         result.why = why or ("the run has a store" if use_store else "the default")
         layered = {**settled, "by_layer": True}
-        result.compute_by_layer = lambda: scorer.answer(asked, layered, plan)[0].by_layer
-        result.compute_tokens = lambda: token_table(exact, asked, result, settled)
+        later = self._later
+        result.compute_by_layer = later(lambda: scorer.answer(asked, layered, plan)[0].by_layer)
+        result.compute_tokens = later(lambda: token_table(exact, asked, result, settled))
         result.refinement = exact.record() if isinstance(exact, RefinedScorer) else None
         if scored.by_layer is not None:
             result.by_layer = scored.by_layer
@@ -414,6 +435,15 @@ class Attributor:
             explanation = Explanation(self, asked, result, settled, scored.losses, exact)
             result.answers = explanation.write(name)
         return result
+
+    def _later(self, compute: Callable[[], Any]) -> Callable[[], Any]:
+        """The same, if the model has not been trained on by then."""
+
+        def checked() -> Any:
+            self._claim()
+            return compute()
+
+        return checked
 
     def _exact_scorer(self, refine: int) -> ExactScorer:
         if not refine or self.is_unrolled:
@@ -433,6 +463,7 @@ class Attributor:
 
     def projected_scores(self, queries: Sequence[Query], dim: int, **settings: Any) -> Tensor:
         """Scores [Q, N] as a store with these settings of `build` would give them."""
+        self._claim()
         settings = {"seed": 0, "damping": DAMPING, **settings, "dim": dim}
         return self._store_scorer().computed_scores(settings, queries, range(len(self.data)))
 
@@ -441,6 +472,7 @@ class Attributor:
 
         With a store they are read from it, otherwise it takes a pass.
         """
+        self._claim()
         use_store = self.folder.stage("build") is not None if store is None else store
         if use_store:
             self._store_scorer(self.store).settled({"damping": damping})

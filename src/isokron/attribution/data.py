@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, default_collat
 
 from isokron.curvature.layers import Layer
 from isokron.curvature.losses import Likelihood, Loss
+from isokron.digest import hash_of, update_hash
 from isokron.distributed import Ranks
 from isokron.tasks import Examples, Shown
 from isokron.training import Progress, silent
@@ -21,6 +23,7 @@ TOKENS = 2048  # in a batch
 PIXELS = 32  # or other floating-point inputs, that take as long as a token
 LARGEST_BATCH = 256  # examples
 DEFAULT_BATCH = 8  # examples in a batch if their size is unknown
+REPEATED = 8  # examples that are read again, to find random augmentation
 
 
 class Data:
@@ -137,13 +140,37 @@ class Data:
 
     def digest(self) -> str:
         """A hash of the names and of all examples, since scores are stored by index."""
-        total = hashlib.sha256("\0".join(self.ids).encode())
         if isinstance(self.source, Examples):
-            update_hash(total, self.source.tensors)
-        else:
-            for number in range(len(self)):
-                update_hash(total, self.source[number])
+            return hash_of([self.ids, self.source.tensors])[:16]
+        total = hashlib.sha256()
+        update_hash(total, self.ids)
+        for number in range(len(self)):
+            update_hash(total, self._example_hash(number))
+        self._check_repeatable()
         return total.hexdigest()[:16]
+
+    def _example_hash(self, number: int) -> str:
+        try:
+            return hash_of(self.source[number])
+        except TypeError as error:
+            raise TypeError(f"example {self.ids[number]!r} of train_set: {error}") from None
+
+    def _check_repeatable(self) -> None:
+        """Refuse data that differ when they are read again, as by random augmentation."""
+        few = spread(len(self), min(REPEATED, len(self)))
+        twice = ([self._example_hash(number) for number in few] for _ in range(2))
+        changed = [number for number, a, b in zip(few, *twice, strict=True) if a != b]
+        if not changed:
+            # a batch may be of a class without a digest; the loss is compared anyway
+            with suppress(TypeError):
+                batches = (hash_of(self.batch(few[:1])) for _ in range(2))
+                changed = few[:1] if len(set(batches)) > 1 else []
+        if changed:
+            raise ValueError(
+                "train_set must give the same example whenever it is read, and example "
+                f"{self.ids[changed[0]]!r} differs the second time, as by random augmentation; "
+                "make the data set and collate deterministic in the index"
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -245,27 +272,3 @@ def _image(value: Any) -> Tensor | None:
     value = value.detach().cpu().float()
     low, high = value.min(), value.max()
     return ((value - low) / (high - low).clamp_min(1e-12) * 255).round().to(torch.uint8)
-
-
-def hash_of(value: Any) -> str:
-    """SHA-256 of tensors in any nesting; see `update_hash`."""
-    total = hashlib.sha256()
-    update_hash(total, value)
-    return total.hexdigest()
-
-
-def update_hash(total: Any, value: Any) -> None:
-    """Add types, shapes and bytes of a batch, or of a value in it, to a hash."""
-    if isinstance(value, Tensor):
-        total.update(f"{value.dtype} {tuple(value.shape)} ".encode())
-        flat = value.detach().cpu().contiguous().flatten()
-        total.update(flat.view(torch.uint8).numpy().tobytes())
-    elif isinstance(value, Mapping | tuple | list):
-        for key, part in value.items() if isinstance(value, Mapping) else enumerate(value):
-            total.update(f"{key}=".encode())
-            update_hash(total, part)
-    elif hasattr(value, "tobytes"):  # an array or an image
-        total.update(f"{type(value).__name__} {getattr(value, 'shape', '')} ".encode())
-        total.update(value.tobytes())
-    else:
-        total.update(f"{value!r};".encode())

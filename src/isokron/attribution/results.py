@@ -17,12 +17,13 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from isokron.attribution.data import hash_of, to_device
+from isokron.attribution.data import to_device
 from isokron.attribution.queries import Query
 from isokron.attribution.scorers import ExactScorer
 from isokron.attribution.task_run import UnrolledScorer
 from isokron.attribution.verify import calibrate, verify
 from isokron.curvature.backward import unchanged
+from isokron.digest import hash_of
 from isokron.distributed.rank_tasks import in_turn, share, together
 from isokron.files import write_atomically, write_json
 from isokron.report.attribution import LATEST

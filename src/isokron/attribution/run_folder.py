@@ -1,6 +1,6 @@
 """The folder of a run.
 
-run.json             source of model and data, settings of every stage, versions
+run.json             source of model and data, fingerprint, settings of every stage, versions
 weights.safetensors  weights of a model that was trained for this run
 curvature/           written by `fit`
 gradients/           the store, written by `build`
@@ -10,85 +10,152 @@ report.html          the page
 
 import json
 import logging
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from isokron._version import __version__
+from isokron.attribution.fingerprint import Fingerprint
+from isokron.attribution.store import SCHEMA, read_schema
+from isokron.curvature.save import INDEX
 from isokron.distributed import Ranks
 from isokron.distributed.rank_tasks import in_turn
-from isokron.files import check_free, check_same, write_json
+from isokron.files import check_free, check_same, clear_beside, locked, write_json
 
 logger = logging.getLogger(__name__)
 
 RECORD = "run.json"
 WEIGHTS = "weights.safetensors"
-FORMAT = {"format": "isokron run", "version": 3}
+FORMAT = {"format": "isokron run", "version": 4}
 VERSIONS = {"isokron": __version__, "torch": torch.__version__}
 
 
 class RunFolder:
-    """Begins a run in a folder, or continues the one in it if its source is the same.
+    """Begins a run in a folder, or continues the one in it if its fingerprint is the same.
 
-    A run without results is replaced by one with another source.
+    A run without results is replaced by one with another source or fingerprint.
 
-    source: JSON-able; identifies the model and the data.
+    source: JSON-able; where the model and the data come from.
     """
 
-    def __init__(self, path: Path, source: Mapping[str, Any], ranks: Ranks | None) -> None:
-        self.path, self.source, self.ranks = path, source, ranks
+    def __init__(
+        self, path: Path, source: Mapping[str, Any], now: Fingerprint, ranks: Ranks | None
+    ) -> None:
+        # compared as JSON, in which tuples are lists
+        self.path, self.ranks = path, ranks
+        self.source: dict[str, Any] = json.loads(json.dumps(dict(source)))
         self.curvature, self.gradients, self.scores = (
             path / name for name in ("curvature", "gradients", "scores")
         )
         # whether this process writes the files that all ranks share
         self.leads = ranks is None or ranks.rank == 0
-        if ranks is not None:
-            ranks.agree("a run's model and data", dict(source))
-        with in_turn(ranks, f"beginning {path}"):
-            check_free(path, RECORD, ours=[WEIGHTS])
-            # other ranks must not undo what the first one has entered
-            if self.leads and not has_results(path) and not self._is_recorded():
-                path.mkdir(parents=True, exist_ok=True)
-                self._write({"source": dict(source), "stages": {}})
-            record = read_record(path)
-            check_same(path, "source", record["source"], source)
+        self.claimed: Fingerprint | None = None
+        self.claim(now)
+        record = read_record(path)
         began = {name: record[name] for name in VERSIONS}
         if began != VERSIONS:
             logger.warning("%s was begun with %s, and this is %s", path, began, VERSIONS)
 
+    def claim(self, now: Fingerprint) -> None:
+        """Refuse results of another fingerprint; without results, `now` is recorded."""
+        if self.claimed is not None and self.claimed.digests() == now.digests():
+            return
+        if self.claimed is not None and has_results(self.path):
+            raise ValueError(
+                f"the model has other weights than the results in {self.path} belong to "
+                f"({now.weights}, not {self.claimed.weights}): it was trained on or changed; make "
+                "a new Attributor with a new folder"
+            )
+        if self.ranks is not None:
+            self.ranks.agree("a run's model and data", {**self.source, **now.digests()})
+        with in_turn(self.ranks, f"beginning {self.path}"):
+            check_free(self.path, RECORD, ours=[WEIGHTS])
+            # other ranks must not undo what the first one has entered
+            if self.leads and not has_results(self.path):
+                self.path.mkdir(parents=True, exist_ok=True)
+                with locked(self.path / RECORD):
+                    self._begin(now)
+            elif self.leads and os.access(self.path, os.W_OK):
+                clear_beside(self.path / RECORD)
+            record = read_record(self.path)
+            old, new = {**record["source"], **_digests(record, now)}, {**self.source}
+            check_same(self.path, "source", old, {**new, **now.digests()})
+            now.check_loss(self.path, record["fingerprint"])
+        # as it was recorded first, so that all files have the same numbers
+        self.claimed, self.fingerprint = now, record["fingerprint"]
+
+    def _begin(self, now: Fingerprint) -> None:
+        """Write a new record unless there are results, or the one there is the same."""
+        stages: dict[str, Any] = {}
+        if has_results(self.path):
+            return
+        if (self.path / RECORD).exists():
+            record = read_record(self.path)
+            if record["source"] == self.source:
+                stages = record["stages"]
+                same = _digests(record, now) == now.digests()
+                if same and not now.loss_differences(record["fingerprint"]):
+                    return
+        self._write({"source": self.source, "fingerprint": now.record(), "stages": stages})
+
     def stage(self, name: str) -> dict[str, Any] | None:
-        """The settings of a stage that was begun, finished or not."""
+        """The settings of a finished stage."""
         settings: dict[str, Any] | None = read_record(self.path)["stages"].get(name)
         return settings
 
-    def enter(self, name: str, settings: Mapping[str, Any]) -> None:
-        """Record the settings of a stage before it begins; refuse others than those recorded.
+    def has_curvature(self) -> bool:
+        return (self.curvature / INDEX).exists()
 
-        Callers validate the settings first, since a recorded stage cannot be changed.
-        """
+    def begun_store(self) -> dict[str, Any] | None:
+        """The settings of `build` that a store in the folder has, finished or not."""
+        if not (self.gradients / SCHEMA).exists():
+            return self.stage("build")
+        settings: dict[str, Any] = read_schema(self.gradients).settings["build"]
+        return settings
+
+    def check_stage(self, name: str, settings: Mapping[str, Any]) -> None:
+        """Refuse other settings than those of the finished stage."""
         if self.ranks is not None:
             self.ranks.agree(f"the settings of {name}", dict(settings))
         with in_turn(self.ranks, f"entering {name}"):
-            record = read_record(self.path)
-            check_same(self.path, "source", record["source"], self.source)
-            earlier = record["stages"].get(name)
-            # an unrolled run that was never scored has computed nothing
-            is_empty = earlier == {"method": "unroll"} and not has_results(self.path)
-            if earlier is None or is_empty:
+            self._checked_record(name, settings)
+
+    @contextmanager
+    def finish(self, name: str, settings: Mapping[str, Any]) -> Iterator[bool]:
+        """Record a stage after the body has written its results; others wait meanwhile.
+
+        The value is whether the stage is recorded already, maybe by another process.
+        """
+        with in_turn(self.ranks, f"finishing {name}"), locked(self.path / RECORD):
+            record = self._checked_record(name, settings)
+            yield name in record["stages"]
+            if name not in record["stages"]:
                 record["stages"][name] = dict(settings)
                 self._write(record)
-            else:
-                check_same(self.path, name, earlier, settings)
 
-    def _is_recorded(self) -> bool:
-        exists = (self.path / RECORD).exists()
-        # compared as JSON, in which tuples are lists
-        return exists and read_record(self.path)["source"] == json.loads(json.dumps(self.source))
+    def _checked_record(self, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+        record = read_record(self.path)
+        assert self.claimed is not None
+        old = {**record["source"], **_digests(record, self.claimed)}
+        check_same(self.path, "source", old, {**self.source, **self.claimed.digests()})
+        earlier = record["stages"].get(name)
+        # an unrolled run that was never scored has computed nothing
+        if earlier == {"method": "unroll"} and not has_results(self.path):
+            del record["stages"][name]
+        elif earlier is not None:
+            check_same(self.path, name, earlier, settings)
+        return record
 
     def _write(self, record: Mapping[str, Any]) -> None:
         write_json(self.path / RECORD, {**FORMAT, **VERSIONS, **record})
+
+
+def _digests(record: Mapping[str, Any], now: Fingerprint) -> dict[str, Any]:
+    return {name: record["fingerprint"].get(name) for name in now.digests()}
 
 
 def has_results(folder: Path) -> bool:

@@ -30,6 +30,7 @@ from isokron.attribution.store import (
     Schema,
     Span,
     Store,
+    discard_other,
     read_entries,
     read_schema,
     write_entries,
@@ -38,6 +39,7 @@ from isokron.curvature import Curvature
 from isokron.curvature.layers import Layer
 from isokron.distributed import Ranks
 from isokron.distributed.rank_tasks import in_turn, share, side_by_side, together
+from isokron.files import locked
 from isokron.report import render
 from isokron.tasks import Shown
 
@@ -404,11 +406,17 @@ class StoreScorer(ExactScorer):
         return self.query_rows(by_name, queries) @ rows[positions(plan, numbers)].mT
 
     def build(
-        self, folder: Path, settings: Mapping[str, Any], recorded: dict[str, Any], memory: int
+        self,
+        folder: Path,
+        settings: Mapping[str, Any],
+        recorded: dict[str, Any],
+        memory: int,
+        restart: bool = False,
     ) -> Store:
         """Write one row per example; ranks share the shards, and finished shards are kept.
 
-        recorded: all settings that the numbers depend on; a store with other settings is refused.
+        recorded: all settings that the numbers depend on; a store with other settings is refused,
+        or removed with `restart`.
         """
         data, ranks, complete = self.subject.data, self.subject.ranks, self.encoders(settings)
         columns = {
@@ -416,18 +424,39 @@ class StoreScorer(ExactScorer):
         }
         schema = Schema(recorded, columns, len(data), 1, settings["dtype"])
         with in_turn(ranks, "opening the store"):
+            store = self._begin(folder, schema, complete, memory, restart)
+        with store.in_use():
+            self._fill(store, complete)
+        with in_turn(ranks, "finishing the store"):
+            return store.finish()
+
+    def _begin(
+        self, folder: Path, schema: Schema, complete: dict[str, Encoder], memory: int, restart: bool
+    ) -> Store:
+        """The store to fill, with the entries of its rows chosen."""
+        settings = schema.settings["build"]
+        folder.mkdir(parents=True, exist_ok=True)
+        # two processes must not choose entries at once, which may round differently
+        with locked(folder / SCHEMA):
+            if restart:
+                discard_other(folder, schema)
             if (folder / SCHEMA).exists():
                 # as when the build began, also if there is less free memory now
                 begun = read_schema(folder)
                 per_shard, digest = begun.examples_per_shard, begun.entries
             else:
-                per_shard = shard_size(4 * schema.width, len(data), memory)
-                entries = largest_entries(self.shares(complete, settings["seed"]), settings["dim"])
-                digest = write_entries(folder, entries)
-            schema = replace(schema, examples_per_shard=per_shard, entries=digest)
-            store = Store.begin(folder, schema)
+                per_shard = shard_size(4 * schema.width, len(self.subject.data), memory)
+                shares = self.shares(complete, settings["seed"])
+                digest = write_entries(folder, largest_entries(shares, settings["dim"]))
+            return Store.begin(
+                folder, replace(schema, examples_per_shard=per_shard, entries=digest)
+            )
+
+    def _fill(self, store: Store, complete: dict[str, Encoder]) -> None:
+        """Write this rank's part of the shards that are missing or damaged."""
+        data, ranks = self.subject.data, self.subject.ranks
         # one file for all ranks, since another machine may round shares differently
-        entries = read_entries(folder, store.schema)
+        entries = read_entries(store.folder, store.schema)
         by_name = with_entries(complete, entries, self.subject.device)
         spans = _missing(store, ranks)
         spans = spans if ranks is None else spans[ranks.rank :: ranks.size]
@@ -442,8 +471,6 @@ class StoreScorer(ExactScorer):
                 store.write(number, rows, data.ids[first:last], extra)
                 done += last - first
                 self.subject.progress("build", done, total)
-        with in_turn(ranks, "finishing the store"):
-            return store.finish()
 
     def _rows(
         self, by_name: dict[str, Encoder], plan: list[list[int]]

@@ -169,7 +169,8 @@ class Curvature(Mapping[str, Operator]):
     """name → operator. `inverse` and `power` make another one, `matvec` applies all operators.
 
     `operators`: of an inverse or power, in place of those the statistics make. `notes`: what
-    `report` adds to the record of a layer.
+    `report` adds to the record of a layer. `fingerprint`: JSON-able, what it was fitted to:
+    "weights" has the digest of the model's.
     """
 
     def __init__(
@@ -177,10 +178,11 @@ class Curvature(Mapping[str, Operator]):
         layers: list[LayerCurvature],
         operators: Mapping[str, Operator] | None = None,
         notes: Mapping[str, dict[str, Any]] | None = None,
+        fingerprint: Mapping[str, Any] | None = None,
     ) -> None:
         self.layers = {layer.name: layer for layer in layers}
         self.derived = operators is not None
-        self.notes = dict(notes or {})
+        self.notes, self.fingerprint = dict(notes or {}), dict(fingerprint or {})
         self._operators = dict(operators or {})
         self._spectra: dict[str, Spectrum] = {}
 
@@ -296,7 +298,7 @@ class Curvature(Mapping[str, Operator]):
     def _derived(self, results: Mapping[str, tuple[Operator, dict[str, Any]]]) -> "Curvature":
         operators = {name: operator for name, (operator, _) in results.items()}
         notes = {name: note for name, (_, note) in results.items()}
-        return Curvature(list(self.layers.values()), operators, notes)
+        return Curvature(list(self.layers.values()), operators, notes, self.fingerprint)
 
     def matvec(self, tangent: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Every layer's operator on its part of a tangent, both by parameter name."""
@@ -347,7 +349,7 @@ class Curvature(Mapping[str, Operator]):
 
     @staticmethod
     def load(folder: str | Path, model: nn.Module | None = None) -> "Curvature":
-        """What `save` wrote, its checksums verified; with a `model`, checked against its layers."""
+        """What `save` wrote, its checksums verified; `model` must have the weights of the fit."""
         from isokron.curvature.save import load_curvature
 
         return load_curvature(folder, model)

@@ -14,6 +14,7 @@ from isokron.curvature.layers import Layer
 from isokron.curvature.losses import Likelihood, Loss
 from isokron.curvature.selection import Selection, find_layers
 from isokron.curvature.statistics import GradientRows, Sums, Uses, check_finite, either, means_of
+from isokron.digest import weights_digest
 from isokron.distributed.process_group import Ranks
 from isokron.distributed.rank_tasks import gather, share, together
 from isokron.linalg import eigh, halved, unhalve_
@@ -122,7 +123,8 @@ def fit(
         name = layer.name
         return LayerCurvature(name, methods[name], layer.layout, means[name], policies[name], terms)
 
-    return Curvature([fitted(layer) for layer in chosen])
+    fingerprint = {"weights": weights_digest(model)}
+    return Curvature([fitted(layer) for layer in chosen], fingerprint=fingerprint)
 
 
 class Fold:

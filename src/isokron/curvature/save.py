@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from isokron._version import __version__
 from isokron.curvature.curvature import Curvature, LayerCurvature
 from isokron.curvature.layers import Layout, all_layers
-from isokron.files import write_atomically
+from isokron.digest import weights_digest
+from isokron.files import locked, write_atomically
 from isokron.operators import CholeskyInverse, Dense, Diagonal, Kron, KronEigen, LowRank
 
-FORMAT = 4
+FORMAT = 5
 INDEX = "curvature.json"
 FILE_BYTES = 2**28  # tensors of one file, which is in memory twice while it is written or read
 REMEDY = "delete the folder and run `isokron fit` again"
@@ -45,28 +46,30 @@ def save_curvature(curvature: Curvature, folder: str | Path) -> None:
         "operators": _encode(operators, "operators", tensors),
         "notes": curvature.notes,
     }
-    checksums = {}
-    for chunk in _chunks(tensors):
-        data = save({key: value.detach().cpu().contiguous() for key, value in chunk.items()})
-        digest = hashlib.sha256(data).hexdigest()
-        name = f"factors-{digest[:16]}.safetensors"
-        write_atomically(folder / name, [data])
-        checksums[name] = digest
-    head = {"format": FORMAT, "isokron": __version__, "sha256": checksums}
+    head = {"format": FORMAT, "isokron": __version__, "fingerprint": curvature.fingerprint}
     # the trace of an inverse would take as long as multiplying it out
     report = [] if curvature.derived else curvature.report(spectra=False)
-    index = {**head, **content, "report": report}
-    write_atomically(folder / INDEX, [json.dumps(index, indent=1).encode()])
-    # only now, since a kill before this must leave the files of the old index
-    for old in folder.glob("factors-*.safetensors"):
-        if old.name not in checksums:
-            old.unlink()
+    # the files of one index are not removed by the writer of another
+    with locked(folder / INDEX):
+        checksums = {}
+        for chunk in _chunks(tensors):
+            data = save({key: value.detach().cpu().contiguous() for key, value in chunk.items()})
+            digest = hashlib.sha256(data).hexdigest()
+            name = f"factors-{digest[:16]}.safetensors"
+            write_atomically(folder / name, [data])
+            checksums[name] = digest
+        index = {**head, "sha256": checksums, **content, "report": report}
+        write_atomically(folder / INDEX, [json.dumps(index, indent=1).encode()])
+        # only now, since a kill before this must leave the files of the old index
+        for old in folder.glob("factors-*.safetensors"):
+            if old.name not in checksums:
+                old.unlink()
 
 
 def load_curvature(folder: str | Path, model: nn.Module | None = None) -> Curvature:
     """Read it back, with all checksums verified.
 
-    With a `model`, layers are checked against it and tensors are on its device.
+    With a `model`, its weights are checked to be those of the fit, and tensors are on its device.
     """
     folder = Path(folder)
     index = _index(folder / INDEX)
@@ -74,11 +77,17 @@ def load_curvature(folder: str | Path, model: nn.Module | None = None) -> Curvat
         device = torch.device("cpu") if model is None else next(model.parameters()).device
         tensors = _read(folder, index["sha256"], device)
         layers, operators = (_decode(index[key], tensors) for key in ("layers", "operators"))
-        curvature = Curvature(list(layers), operators, index["notes"])
+        curvature = Curvature(list(layers), operators, index["notes"], index["fingerprint"])
     except (KeyError, TypeError) as error:
         raise ValueError(f"{folder / INDEX} lacks {error}; {REMEDY}") from None
     if model is not None:
         _check_against(curvature, model)
+        old, new = curvature.fingerprint.get("weights"), weights_digest(model)
+        if old not in (None, new):
+            raise ValueError(
+                f"the curvature in {folder} was fitted to a model with the weights {old}, and this "
+                f"model has {new}; fit it to this model, or load the weights of that one"
+            )
     return curvature
 
 

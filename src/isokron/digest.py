@@ -1,0 +1,161 @@
+"""Digests of values: tensors in any nesting, objects by their fields, functions by their code.
+
+Equal digests mean equal values, in any process and on any machine. What has no content that can
+be read, such as an open file, is refused by name; `repr` is never used, since it leaves out the
+middle of large arrays and contains addresses.
+"""
+
+import array
+import functools
+import hashlib
+import inspect
+import types
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from itertools import chain
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+PLAIN = (str, int, float, complex, bool, type(None), types.EllipsisType)
+SAMPLED = 8  # tensors of a model whose values are part of its stamp, and values of each
+# model → (stamp, digest)
+_weights: WeakKeyDictionary[nn.Module, tuple[Any, str]] = WeakKeyDictionary()
+
+
+def hash_of(value: Any) -> str:
+    """SHA-256 of a value; see `update_hash`."""
+    total = hashlib.sha256()
+    update_hash(total, value)
+    return total.hexdigest()
+
+
+def weights_digest(model: nn.Module) -> str:
+    """The digest of a model's state dict, computed again only if a tensor of it has changed."""
+    stamp = _stamp(model)
+    if model not in _weights or _weights[model][0] != stamp:
+        _weights[model] = stamp, hash_of(model.state_dict())[:16]
+    return _weights[model][1]
+
+
+def _stamp(model: nn.Module) -> list[Any]:
+    """What changes with the weights of a model, and takes less than a millisecond to read."""
+    tensors = list(chain(model.parameters(), model.buffers()))
+    # inference tensors count no versions
+    stamp: list[Any] = [
+        (t.data_ptr(), t.device, None if t.is_inference() else t._version) for t in tensors
+    ]
+    # changes through .data, and by kernels that write to memory, raise no version
+    for t in tensors[:: max(1, len(tensors) // SAMPLED)]:
+        if t.is_contiguous() and t.numel():
+            few = t.detach().view(-1)[:: max(1, t.numel() // SAMPLED)]
+            stamp.append(few.contiguous().view(torch.uint8).tolist())
+    return stamp
+
+
+def update_hash(total: Any, value: Any, inside: tuple[int, ...] = ()) -> None:
+    """Add a value to a hash. inside: the ids of the objects that contain it."""
+    if isinstance(value, PLAIN):
+        total.update(f"{type(value).__name__} {value!r};".encode())
+        return
+    if id(value) in inside:
+        total.update(f"cycle {len(inside) - inside.index(id(value))};".encode())
+        return
+    if isinstance(value, Tensor):
+        total.update(f"{value.dtype} {tuple(value.shape)} ".encode())
+        flat = value.detach().cpu().contiguous().flatten()
+        total.update(flat.view(torch.uint8).numpy())
+    elif isinstance(value, bytes | bytearray | memoryview | array.array):
+        total.update(f"{type(value).__name__} {len(value)} ".encode())
+        total.update(value)
+    elif hasattr(value, "tobytes") and hasattr(value, "dtype") and not value.dtype.hasobject:
+        total.update(f"numpy {value.dtype.str} {value.dtype} {value.shape} ".encode())
+        total.update(value.tobytes())
+    else:
+        kind, parts = _parts(value)
+        total.update(f"{kind} {len(parts)}(".encode())
+        for part in parts:
+            update_hash(total, part, (*inside, id(value)))
+
+
+def _parts(value: Any) -> tuple[str, list[Any]]:
+    """The kind of a value that has parts, and these."""
+    if isinstance(value, Mapping):
+        return "mapping", [part for item in value.items() for part in item]
+    if isinstance(value, tuple | list):
+        return "sequence", list(value)
+    if isinstance(value, set | frozenset):
+        return "set", sorted(hash_of(part) for part in value)
+    if isinstance(value, torch.Generator):
+        return "generator", [value.get_state()]
+    if isinstance(value, type | types.ModuleType | types.BuiltinFunctionType | torch.dtype):
+        return _name(value), []
+    if isinstance(value, torch.device):
+        return str(value), []
+    if isinstance(value, types.MethodType):
+        return "method", [value.__func__, value.__self__]
+    if isinstance(value, functools.partial):
+        return "partial", [value.func, value.args, value.keywords]
+    if isinstance(value, types.FunctionType):
+        return _name(value), list(_code(value))
+    if isinstance(value, nn.Module):
+        kinds = [(name, _name(type(module))) for name, module in value.named_modules()]
+        return "model", [kinds, value.state_dict()]
+    return _name(type(value)), _fields(value)
+
+
+def _name(value: Any) -> str:
+    module = getattr(value, "__module__", "")
+    return f"{module}.{getattr(value, '__qualname__', getattr(value, '__name__', value))}"
+
+
+def _fields(value: Any) -> list[Any]:
+    """What an object would be pickled by: the arguments it is made of, its fields and items."""
+    try:
+        reduced = value.__reduce_ex__(4)
+    except Exception as error:
+        raise TypeError(
+            f"a {_name(type(value))} has no digest: {error}; replace it by its content, such as "
+            "tensors, numbers, strings, or objects of these"
+        ) from None
+    if isinstance(reduced, str):
+        return [reduced]
+    _, arguments, *more = reduced
+    # items come as iterators
+    state, *items = [*more, None, None, None][:3]
+    return [arguments, state, *(None if part is None else list(part) for part in items)]
+
+
+def _code(function: types.FunctionType) -> Iterator[Any]:
+    """The source of a function, and the values and functions beside it that it uses."""
+    code = function.__code__
+    bytecode = code.co_code, [const for const in code.co_consts if isinstance(const, PLAIN)]
+    yield _source(function) or bytecode
+    yield function.__defaults__
+    yield function.__kwdefaults__
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # not assigned yet
+            yield cell.cell_contents
+    for name in sorted(_global_names(code) & function.__globals__.keys()):
+        value = function.__globals__[name]
+        # functions and classes of other files are those of a library
+        near = getattr(value, "__module__", None) == function.__module__
+        if near and isinstance(value, type):
+            yield name, _source(value)
+        elif isinstance(value, (*PLAIN, tuple, list, dict)) or (
+            near and isinstance(value, types.FunctionType)
+        ):
+            yield name, value
+
+
+def _source(value: Any) -> str:
+    with suppress(OSError, TypeError):
+        return inspect.getsource(value)
+    return ""
+
+
+def _global_names(code: types.CodeType) -> set[str]:
+    inner = [const for const in code.co_consts if isinstance(const, types.CodeType)]
+    return set(code.co_names).union(*map(_global_names, inner))
