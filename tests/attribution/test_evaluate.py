@@ -258,3 +258,42 @@ def test_a_model_that_diverged_is_told_of(tmp_path: Path) -> None:
 
     with pytest.raises(FloatingPointError, match="has a loss of nan on query 0"):
         retrain(tmp_path, task, diverges, subsets(1, 80), [task.evaluation.batch(torch.arange(2))])
+
+
+def trained_at(rate: float) -> Train:
+    """Logistic regression for whose weights the rate matters, and so does nothing else."""
+
+    def train(task: tasks.Task, indices: Tensor, seed: int) -> nn.Module:
+        model = logistic.fit(task, indices, seed)
+        with torch.no_grad():
+            model[1].weight.mul_(rate)
+        return model
+
+    return train
+
+
+def test_models_of_two_trainings_are_not_mixed(tmp_path: Path) -> None:
+    task = logistic.digits(80)
+    batch = [task.evaluation.batch(torch.arange(3))]
+    retrain(tmp_path / "a", task, trained_at(1.0), subsets(2, 80), batch)
+    again = retrain(tmp_path / "a", task, trained_at(1.0), subsets(3, 80), batch)
+    assert len(again) == 3
+    shifted = replace(task, train=Examples((task.train.tensors[0] + 1, task.train.tensors[1])))
+    for other, train in ((task, trained_at(0.5)), (shifted, trained_at(1.0))):
+        with pytest.raises(ValueError, match=r"training was '\w+', is '\w+'; .* or remove .*a"):
+            retrain(tmp_path / "a", other, train, subsets(2, 80), batch)
+    # by its name, whatever the function is
+    for rate in (1.0, 0.5):
+        retrain(tmp_path / "b", task, trained_at(rate), subsets(1, 80), batch, training="half")
+
+
+def test_a_training_function_without_a_digest_is_refused(tmp_path: Path) -> None:
+    task, file = logistic.digits(80), (tmp_path / "log").open("w")
+
+    def train(task: tasks.Task, indices: Tensor, seed: int) -> nn.Module:
+        print(seed, file=file)
+        return logistic.fit(task, indices, seed)
+
+    batch = [task.evaluation.batch(torch.arange(3))]
+    with file, pytest.raises(ValueError, match=r"TextIOWrapper has no digest.* give training='a"):
+        retrain(tmp_path, task, train, subsets(1, 80), batch)

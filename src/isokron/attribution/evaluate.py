@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from isokron.attribution.queries import Query
+from isokron.digest import hash_of
 from isokron.files import check_same, write_json
 from isokron.tasks import Batch, Examples, Shown, Task
 from isokron.training import Progress, digest, silent
@@ -119,6 +120,7 @@ def retrain(
     *,
     repeats: int = 1,
     seed: int = 0,
+    training: str | None = None,
     progress: Progress = silent,
 ) -> Tensor:
     """Losses [K, Q] of queries, in float64, under models trained on K subsets of the examples.
@@ -131,8 +133,11 @@ def retrain(
         queries: batches of any number of examples each.
         repeats: models per subset, with different seeds, whose losses are averaged.
         seed: random seed of all models.
+        training: identifies the training, so that models of two are not mixed; default: a digest of
+            `train` and of what the task trains on.
         progress: called with the number of models done and their total.
     """
+    training = training or training_digest(train, task)
     folder.mkdir(parents=True, exist_ok=True)
     asked = digest([tensor for batch in queries for tensor in batch])
     total, losses = len(members) * repeats, []
@@ -141,10 +146,23 @@ def retrain(
         k, repeat = divmod(number, repeats)
         model_seed = _seed_of("model", seed, k, repeat)
         settings = {"seed": model_seed, "queries": asked, "examples": digest([members[k]])}
+        settings["training"] = training
         compute = partial(_losses, task, train, members[k], queries, model_seed)
         losses.append(_computed_once(folder / f"{k:05d}-{repeat}.json", settings, compute))
     progress("retrain", total, total)
     return torch.tensor(losses, dtype=torch.float64).unflatten(0, (-1, repeats)).mean(1)
+
+
+def training_digest(train: Train, task: Task) -> str:
+    """A hash of the code and the settings of a training function, and of its task and data."""
+    try:
+        parts = (train, task.model, task.loss, task.batch_size, task.train.tensors)
+        return hash_of(parts)[:16]
+    except TypeError as error:
+        raise ValueError(
+            f"train cannot be told from another training function: {error}; or give "
+            "training='a name of its settings'"
+        ) from None
 
 
 @torch.no_grad()
@@ -217,6 +235,7 @@ def evaluate(
     flipped: float = 0.1,
     damping: float = 0.1,
     seed: int = 0,
+    training: str | None = None,
     progress: Progress = silent,
 ) -> dict[str, Any]:
     """Measure how well a run's scores predict retraining, and write the result into its folder.
@@ -234,6 +253,8 @@ def evaluate(
         flipped: fraction of labels to flip; 0 skips this, and so do tasks without labels.
         damping: damping of H, as a multiple of each layer's mean eigenvalue.
         seed: random seed.
+        training: identifies the training, so that models of two are not mixed; default: a digest of
+            `train` and of what the task trains on.
         progress: called with the stage, the models done and their number.
     """
     a, task, stage = attributor, attributor.task, attributor.folder.stage("fit")
@@ -249,11 +270,14 @@ def evaluate(
     if isinstance(a.exact, UnrolledScorer):
         # there is no curvature to project, and no self-influence
         train, dims, flipped = a.exact.retrained, (), 0.0
+        run, weights = a.exact.run, a.fingerprints.now().weights
+        training = training or hash_of([run.params, run.order, weights])[:16]
     elif not models:
         raise ValueError("models must be at least 1 for a run that is not unrolled, got 0")
     size = min(task.batch_size, len(a.data))
     examples = Examples(a.data.batch(range(len(a.data))))
     scored = replace(task, train=examples, ids=a.data.ids, lengths=None, batch_size=size)
+    training = training or training_digest(train, scored)
     # scores come first, so that errors show up before the hours of retraining
     members = subsets(models, len(examples), fraction, seed) if models else None
     batches = [task.held_out.batch(torch.tensor([number])) for number in range(queries)]
@@ -275,18 +299,17 @@ def evaluate(
     folder.mkdir(exist_ok=True)
     lds = {}
     if members is not None:
-        losses = retrain(
-            folder / "subsets", scored, train, members, batches, seed=seed, progress=progress
-        )
+        settings: dict[str, Any] = {"seed": seed, "training": training, "progress": progress}
+        losses = retrain(folder / "subsets", scored, train, members, batches, **settings)
         lds = {name: _summary(lds_by_query(s, members, losses)) for name, s in scores.items()}
     aucs = None
     # a model trained on flipped labels has no optimizer to take curvature from
     if flipped and "optimizer" not in stage and label_column(scored) is not None:
-        settings = {"flipped": flipped, "damping": damping, "seed": seed}
+        settings = {"flipped": flipped, "damping": damping, "seed": seed, "training": training}
         find = partial(_mislabelled, a, scored, train, flipped, damping, seed)
         aucs = _computed_once(folder / "mislabelled.json", settings, find)
     results = {
-        **{"format": "isokron evaluation", "version": 4, "fit": stage, "damping": damping},
+        **{"format": "isokron evaluation", "version": 5, "fit": stage, "damping": damping},
         **{"seed": seed, "subsets": models, "fraction": fraction, "flipped": flipped},
         **{"examples": len(examples), "queries": queries, "same_batches": a.is_unrolled},
         **{"lds": lds, "agreement": agreement, "projected": by_dim, "mislabelled": aucs},
@@ -329,7 +352,11 @@ def _computed_once(path: Path, settings: Mapping[str, Any], compute: Callable[[]
     if path.exists():
         record = json.loads(path.read_text(encoding="utf-8"))
         result = record.pop("result")
-        check_same(path, "evaluation", record, settings)
+        try:
+            check_same(path, "evaluation", record, settings)
+        except ValueError as error:
+            remove = f"or remove {path.parent}, whose models are then trained again"
+            raise ValueError(f"{error}, {remove}") from None
         return result
     result = compute()
     write_json(path, {**settings, "result": result})
