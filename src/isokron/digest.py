@@ -82,7 +82,7 @@ def update_hash(total: Any, value: Any, inside: tuple[int, ...] = ()) -> None:
 
 def _is_array(value: Any) -> bool:
     """Whether a value is an array or a number of numpy, but not one of objects."""
-    dtype = getattr(value, "dtype", None)
+    dtype: Any = getattr(value, "dtype", None)
     is_numpy = hasattr(value, "tobytes") and dtype is not None and not isinstance(value, type)
     return is_numpy and not dtype.hasobject
 

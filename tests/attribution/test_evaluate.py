@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import logistic
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from isokron import Attributor, tasks
 from isokron.attribution import read_queries
 from isokron.attribution.evaluate import (
+    Train,
     evaluate,
     lds_by_query,
     mislabel_auc,
@@ -176,8 +178,10 @@ class Killed(Exception):
 
 def test_a_killed_evaluation_goes_on_and_ends_with_the_same_bytes(tmp_path: Path) -> None:
     task = logistic.digits(EXAMPLES)
+    # one that counts its calls is another function each time
+    settings: dict[str, Any] = {"dims": (4, 16), "training": "logistic regression"}
     complete = fitted(tmp_path / "complete", task)
-    results = evaluate(complete, logistic.fit, 10, dims=(4, 16), models=12)
+    results = evaluate(complete, logistic.fit, 10, models=12, **settings)
     assert results["lds"]["kfac"]["mean"] > results["lds"]["gradients"]["mean"]
     assert results["lds"]["kfac"]["mean"] > 0.6
     assert results["mislabelled"]["self-influence"] > 0.95
@@ -195,14 +199,14 @@ def test_a_killed_evaluation_goes_on_and_ends_with_the_same_bytes(tmp_path: Path
     run = fitted(tmp_path / "killed", task)
     folder = tmp_path / "killed" / "evaluation"
     with pytest.raises(Killed):
-        evaluate(run, dies, 10, dims=(4, 16), models=12)
+        evaluate(run, dies, 10, models=12, **settings)
     assert len(list((folder / "subsets").iterdir())) == 5
-    assert evaluate(run, dies, 10, dims=(4, 16), models=12) == results
+    assert evaluate(run, dies, 10, models=12, **settings) == results
     assert done == 6 + 7 + 1  # the subsets that were left, and one model with wrong labels
     assert contents(folder) == contents(tmp_path / "complete" / "evaluation")
     assert json.loads((folder / "evaluation.json").read_text()) == results
     with pytest.raises(ValueError, match=r"has another evaluation: seed was .*; give a new"):
-        evaluate(run, dies, 10, dims=(4, 16), models=12, seed=1)
+        evaluate(run, dies, 10, models=12, **settings, seed=1)
 
 
 def test_a_task_without_labels_is_evaluated_without_them(tmp_path: Path) -> None:
