@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch import distributed as dist
-from torch import nn
 
 import isokron
 from given_gradients import HALF, SMALL, UGLY, Model, average, differing, gradients
 from isokron import ShardedAdamW
 from isokron.distributed import Ranks, gradient_buckets
+from isokron.distributed.sharded_gradient import ShardedGradient
 from processes import outcomes, run
 
 
@@ -57,6 +58,10 @@ class Pair:
     def zero_grad(self) -> None:
         self.optimizer.zero_grad()
         self.reference.zero_grad()
+
+
+def was_sent(param: Tensor) -> bool:
+    return isinstance(param.grad, ShardedGradient) and param.grad.local is None
 
 
 def groups(model: Model) -> list[dict[str, Any]]:
@@ -120,8 +125,8 @@ def accumulates() -> list[str]:
     pair, wrong = Pair(), []
     for turn in range(4):
         pair.backward(turn, exact=True)
-        left = [p for p in pair.model.parameters() if p.grad is not None and p.numel()]
-        assert not left  # all gradients were sent during the backward pass
+        # all gradients were sent during the backward pass
+        assert all(was_sent(param) for param in pair.model.parameters() if param.numel())
         if turn in (2, 3):
             wrong += pair.step()
     return wrong
@@ -180,7 +185,7 @@ def thawing() -> list[list[bool]]:
         optimizer.zero_grad()
         generator = torch.Generator().manual_seed(turn + 10 * dist.get_rank())
         nn.Sequential(*layers)(torch.randn(4, 8, generator=generator)).sum().backward()
-        sent.append([param.grad is None for param in params])
+        sent.append(list(map(was_sent, params)))
         optimizer.step()
     return sent
 
@@ -212,25 +217,24 @@ def test_groups_can_be_added_later() -> None:
     assert run(2, added_groups) == [[], []]
 
 
-def counted() -> tuple[float, float, int, int]:
-    """This rank's share of moments and gradients, bytes sent in a step, and bytes of the model."""
+def counted() -> tuple[float, int, int]:
+    """This rank's share of moments, bytes sent in a step, and bytes of the model."""
     model = Model([((512, 640), torch.float32), ((640,), torch.float32), ((300, 640), HALF)] * 2)
     ranks = Ranks(dist.group.WORLD)
     optimizer = ShardedAdamW(model.parameters(), group=ranks)
     model.backward(gradients(model, dist.get_rank(), 0))
     whole = sum(p.numel() * p.element_size() for p in model.parameters())
-    grads = sum(p.grad.numel() for p in model.parameters() if p.grad is not None)
+    assert all(map(was_sent, model.parameters()))
     optimizer.step()
     values = [v.to_local() for e in optimizer.state.values() for k, v in e.items() if k != "step"]
     moments = sum(value.numel() * value.element_size() for value in values)
-    return moments / (2 * whole), grads / whole, ranks.traffic.sent, whole
+    return moments / (2 * whole), ranks.traffic.sent, whole
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_rank_keeps_its_share_and_sends_what_ddp_sends(ranks: int) -> None:
-    for moments, grads, sent, whole in run(ranks, counted):
+    for moments, sent, whole in run(ranks, counted):
         assert moments == 1 / ranks
-        assert grads == 0
         assert sent == 2 * whole * (ranks - 1) // ranks
 
 
@@ -250,6 +254,68 @@ def clipped(max_norm: float) -> float:
 @pytest.mark.parametrize("max_norm", [0.5, 1e9])
 def test_the_norm_over_all_ranks_is_clipped(max_norm: float) -> None:
     assert len(set(run(3, clipped, max_norm))) == 1
+
+
+def by_torch() -> list[str]:
+    """What torch's functions say about gradients that have been sent."""
+    pair, texts = Pair(), []
+    pair.backward(0)
+    params = list(pair.model.parameters())
+    for function in (torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_):
+        with pytest.raises(RuntimeError) as caught:
+            function(params, 1.0)
+        texts.append(str(caught.value))
+    with pytest.raises(RuntimeError) as caught:
+        print(params[0].grad * 2)
+    texts.append(str(caught.value))
+    assert pair.step() == []  # nothing has changed
+    return texts
+
+
+def test_torchs_clipping_is_told_what_clips_sharded_gradients() -> None:
+    for texts in run(2, by_torch):
+        assert all("sharded gradient: it has been sent" in text for text in texts)
+        assert all("call optimizer.clip_grad_norm_(max_norm)" in text for text in texts)
+
+
+def zeroed_by_the_model(to_none: bool) -> list[str]:
+    """model.zero_grad() in place of the optimizer's, also after a pass that no step follows."""
+    pair, wrong = Pair(), []
+    for turn in range(4):
+        for model in (pair.model, pair.twin):
+            model.zero_grad(set_to_none=to_none)
+        if turn == 2:
+            pair.backward(turn)
+            for model in (pair.model, pair.twin):
+                model.zero_grad(set_to_none=to_none)
+        pair.backward(turn, absent={5} if turn == 3 else ())
+        if turn == 1:  # one gradient alone, and the others go on adding up
+            for model in (pair.model, pair.twin):
+                model.p2.grad = None
+            pair.backward(turn)
+        wrong += [f"{turn} {name}" for name in pair.step()]
+    return wrong
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_zero_grad_of_the_model_forgets_what_has_been_sent(to_none: bool) -> None:
+    assert run(2, zeroed_by_the_model, to_none) == [[], []]
+
+
+def zeroed_on_one_rank() -> str:
+    pair = Pair()
+    pair.backward(0)
+    if dist.get_rank():
+        pair.model.zero_grad()
+    with pytest.raises(RuntimeError) as caught:
+        pair.optimizer.step()
+    return str(caught.value)
+
+
+def test_ranks_of_which_one_has_forgotten_its_gradients_are_told_so() -> None:
+    for text in run(2, zeroed_on_one_rank):
+        assert "gradients before a step must be the same on all 2 ranks" in text
+        assert '"gradients set to None": 0' in text
 
 
 def nonfinite(mode: str) -> None:
@@ -462,14 +528,15 @@ def discarded() -> None:
     model = Model(SMALL)
     optimizer = ShardedAdamW(model.parameters())
     model.backward(gradients(model, 0, 0))
-    assert all(param.grad is None for param in model.parameters())
+    assert all(map(was_sent, model.parameters()))
     successor = ShardedAdamW(model.parameters())
     with pytest.raises(RuntimeError, match="was taken by another optimizer"):
         model.backward(gradients(model, 0, 0))
     del optimizer, successor
     gc.collect()
+    assert all(param.grad is None for param in model.parameters())
     model.backward(gradients(model, 0, 0))
-    assert all(param.grad is not None for param in model.parameters())
+    assert all(type(param.grad) is Tensor for param in model.parameters())
 
 
 def test_a_discarded_optimizer_leaves_gradients_alone() -> None:

@@ -6,7 +6,7 @@ A bucket is reduce-scattered during the backward pass, as soon as all of its gra
 
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from torch import distributed as dist
 
 from isokron.distributed.dtensor import Place, padded_part, part_of
 from isokron.distributed.process_group import Pending, Ranks, control_group
+from isokron.distributed.sharded_gradient import ShardedGradient
 
 BUCKET_BYTES = 25 << 20
 MAX_IN_FLIGHT = 3  # buckets that `average_` sends before it waits for the first of them
@@ -48,8 +49,8 @@ class Transfer:
 class GradientBuckets:
     """Average gradients over ranks while the backward pass computes them.
 
-    All ranks send buckets in one order. A gradient is dropped when it is sent, and the averages of
-    several backward passes add up until `clear`.
+    All ranks send buckets in one order. A ShardedGradient is in `.grad` of what has been sent, and
+    the averages of several backward passes add up until `clear`, or until it is taken from there.
 
     Args:
         ranks: the processes, each of which has all parameters.
@@ -72,8 +73,9 @@ class GradientBuckets:
         self._reached: set[Tensor] = set()  # parameters that have an average
         self._turns: deque[GradientBucket] = deque()  # buckets in the order in which they are sent
         self._in_flight: deque[Transfer] = deque()
-        self._sent = 0
+        self._sent = self._dropped = 0
         self._hooked: set[Tensor] = set()
+        weakref.finalize(self, _release, self._slots)
 
     def add(self, names: Sequence[str], params: Sequence[Tensor]) -> None:
         """Put parameters into new buckets, the last first, as backward passes reach them."""
@@ -113,11 +115,13 @@ class GradientBuckets:
 
     def gradient_ready(self, param: Tensor) -> None:
         """A backward pass has added to `param.grad`: send the buckets that are complete."""
-        if param.grad is None:
+        if self._local(param) is None:
             raise RuntimeError(
                 f"the gradient of parameter {self._names[param]} was taken by another optimizer "
                 "that shards gradients; delete that optimizer first"
             )
+        if param in self._reached and not self._stands_in(param):
+            self._drop()
         self._slots[param][0].missing.discard(param)
         while self._turns and not self._turns[0].missing:
             self._send(self._turns[0])
@@ -125,16 +129,40 @@ class GradientBuckets:
         while self._in_flight and self._in_flight[0].pending.work.is_completed():
             self._receive()
 
+    def _stands_in(self, param: Tensor) -> bool:
+        """Whether the gradient is one that has been sent by this object."""
+        grad = param.grad
+        return isinstance(grad, ShardedGradient) and grad.buckets() is self
+
+    def _local(self, param: Tensor) -> Tensor | None:
+        """This rank's gradient that has not been sent."""
+        grad = param.grad
+        return grad.local if isinstance(grad, ShardedGradient) else grad
+
+    def _drop(self) -> None:
+        """Forget averages whose gradients were set to None or replaced, as by model.zero_grad()."""
+        for param in [param for param in self._reached if not self._stands_in(param)]:
+            self.zero_(param)
+            self._reached.discard(param)
+            self._dropped += 1
+
+    def zero_(self, param: Tensor) -> None:
+        """Let the average be 0."""
+        while self._in_flight:
+            self._receive()
+        bucket, offset = self._slots[param]
+        if bucket.average is not None:
+            bucket.average[offset : offset + _slot_length(param, self.ranks)] = 0
+
     def _send(self, bucket: GradientBucket) -> None:
         """Begin to reduce-scatter a bucket, and drop its gradients."""
         size, first = self.ranks.size, bucket.params[0]
         buffer = first.new_empty(size, bucket.section, dtype=self.dtype or first.dtype)
-        if sum(p.numel() for p in bucket.params if p.grad is not None) < buffer.numel():
+        present = [param for param in bucket.params if self._local(param) is not None]
+        if sum(param.numel() for param in present) < buffer.numel():
             buffer.zero_()
         slots, values = [], []
-        for param in bucket.params:
-            if param.grad is None:
-                continue
+        for param in present:
             grad, offset = self._flat(param), self._slots[param][1]
             length = _slot_length(param, self.ranks)
             if param.ndim == 0:  # every rank steps a scalar
@@ -146,7 +174,7 @@ class GradientBuckets:
                 slots.append(buffer[full, offset : offset + tail])
                 values.append(grad[full * length :])
             self._reached.add(param)
-            param.grad = None
+            param.grad = ShardedGradient(param, self)
         torch._foreach_copy_(slots, values)
         if added_by_receiver(buffer.device):
             received, lengths = torch.empty_like(buffer), [bucket.section] * size
@@ -161,7 +189,7 @@ class GradientBuckets:
         self._sent += 1
 
     def _flat(self, param: Tensor) -> Tensor:
-        grad = param.grad
+        grad = self._local(param)
         if grad is None or grad.layout is not torch.strided or grad.is_complex():
             raise RuntimeError(
                 f"the gradient of parameter {self._names[param]} is sparse or complex and cannot "
@@ -185,12 +213,12 @@ class GradientBuckets:
 
         Raises on all ranks, before it waits for gradients, if they differ in what they have sent.
         """
-        waiting = [name for param, name in self._names.items() if param.grad is not None]
-        self._control.agree(
-            "gradients before a step", {"buckets sent": self._sent, "gradients not sent": waiting}
-        )
+        self._drop()
+        unsent = [name for p, name in self._names.items() if self._local(p) is not None]
+        passes = {"buckets sent": self._sent, "gradients set to None": self._dropped}
+        self._control.agree("gradients before a step", {**passes, "gradients not sent": unsent})
         for bucket in self._buckets:
-            if any(param.grad is not None for param in bucket.params):
+            if any(self._local(param) is not None for param in bucket.params):
                 self._send(bucket)
             while len(self._in_flight) > MAX_IN_FLIGHT:
                 self._receive()
@@ -227,6 +255,8 @@ class GradientBuckets:
             self._receive()
         for bucket in self._buckets:
             bucket.average = None
+        for param in filter(self._stands_in, self._slots):
+            param.grad = None
         self._reached.clear()
         self._start_round()
 
@@ -235,6 +265,13 @@ def added_by_receiver(device: torch.device) -> bool:
     """Whether sections are exchanged as they are: gloo's reduce_scatter is an all_reduce, which
     sends twice the bytes and cannot be polled."""
     return device.type == "cpu"
+
+
+def _release(params: Iterable[Tensor]) -> None:
+    """Take away the gradients of buckets that are gone."""
+    for param in params:
+        if isinstance(param.grad, ShardedGradient) and param.grad.buckets() is None:
+            param.grad = None
 
 
 def _slot_length(param: Tensor, ranks: Ranks) -> int:

@@ -142,9 +142,9 @@ class AdamW(Preconditioned):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; those of a `flat` group become zero where they are."""
-        super().zero_grad(set_to_none)
         if self._buckets is not None:
             self._buckets.clear()
+        super().zero_grad(set_to_none)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -175,15 +175,8 @@ class AdamW(Preconditioned):
 
     def _hand_over(self, buckets: GradientBuckets) -> None:
         """Let every list of parameters take its gradients from the buckets."""
-        params = [param for group in self.param_groups for param in group["params"]]
-        new = [p for p in params if p not in self.state and buckets.rows(p) is not None]
-        for param in new:
-            # a parameter, perhaps thawed, gets state when it shows a gradient
-            param.grad = param.new_zeros(()).expand_as(param)
-        layouts = self._current_layouts()
-        for param in new:
-            param.grad = None
-        for part_list in (part_list for layout in layouts for part_list in layout.adamw):
+        lists = [part_list for layout in self._current_layouts() for part_list in layout.adamw]
+        for part_list in lists:
             assert isinstance(part_list, PartList)
             part_list.buckets = buckets
 
