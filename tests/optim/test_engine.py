@@ -392,17 +392,6 @@ def test_numbers_of_numpy_and_tensors_of_one_element_are_learning_rates() -> Non
         train(model, isokron.Muon(model.parameters(), lr=lr), range(2))
 
 
-def test_a_tensor_learning_rate_is_scaled_once_a_group() -> None:
-    model = net()
-    groups = isokron.param_groups(model)
-    optimizer = isokron.Muon(groups, lr=torch.tensor(0.01))
-    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=0)
-    schedule.step(1.0)
-    schedule.step(2.0)
-    assert len(groups) > 1
-    assert all(abs(group["lr"].item() - 1e-3) < 1e-8 for group in optimizer.param_groups)
-
-
 def test_a_parameter_whose_data_was_replaced_is_still_stepped() -> None:
     model, reference = net(), net()
     optimizer, plain = isokron.Muon(model.parameters()), isokron.Muon(reference.parameters())

@@ -150,7 +150,7 @@ class BlockExchange:
         self.ranks, self.shape = places[0].ranks, blocks[0].shape
         self.owned = [i for i, owner in enumerate(owners) if owner == self.ranks.rank]
         # how many gradients each block has had, which all ranks count alike
-        self.step = torch.zeros(len(blocks), dtype=torch.float32, device="cpu")
+        self.step = torch.zeros(len(blocks), dtype=torch.float64, device="cpu")
         self.present: list[int] = []  # blocks whose parameters have gradients in this step
         self._arriving: dict[str, Arriving] = {}
         self._parts: list[list[BlockPart]] | None = None

@@ -233,6 +233,18 @@ class StepAgreement:
         if trouble is not None:
             raise RankFailed(trouble.text)
 
+    def reported(self, groups: Groups, problem: str | None, what: str) -> str | None:
+        """What any of the ranks that share parameters reports; None: no rank has a problem."""
+        parties = dict.fromkeys(self.members(p) for group in groups for p in group["params"])
+        parties.pop((), None)
+        facts: dict[Members, Facts] = {party: [] for party in parties}
+        trouble, differing = self._compare_facts(
+            facts, what, Trouble(problem, SKIP) if problem else None
+        )
+        if differing is not None:
+            raise differing
+        return None if trouble is None else trouble.text
+
     def _compare_facts(
         self,
         facts: Mapping[Members, Facts],

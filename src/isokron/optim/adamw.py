@@ -195,6 +195,8 @@ class ShardedAdamW(AdamW):
         settings: the other arguments of AdamW.
     """
 
+    checkpoint_as = "AdamW"
+
     def __init__(
         self,
         params: Params,

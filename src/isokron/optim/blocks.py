@@ -169,7 +169,8 @@ class Batch:
         self.rows, self.exchange = rows, exchange
         self.shape, self.device, self.dtype = shape, device, dtype
         count = len(rows)
-        self.step = torch.zeros(count, dtype=torch.float32, device="cpu")  # gradients seen
+        # gradients seen; float32 would count no further than 2²⁴
+        self.step = torch.zeros(count, dtype=torch.float64, device="cpu")
         # staggered refreshes: after step `together` those of a row come so many steps earlier
         self.shift = torch.zeros(count, dtype=torch.int64, device="cpu")
         self.together = 0

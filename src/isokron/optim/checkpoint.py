@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from isokron.distributed import (
     BlockExchange,
+    StepAgreement,
     dtensor_from,
     fill_,
     gather_rows,
@@ -19,6 +21,7 @@ from isokron.distributed import (
 )
 from isokron.linalg.device_transfer import as_tensor
 from isokron.optim.blocks import Batch
+from isokron.optim.checkpoint_header import checked, not_finite
 from isokron.optim.layout import GroupLayout
 from isokron.optim.refresh import is_under_way
 from isokron.optim.settings import param_name
@@ -48,26 +51,26 @@ def loading(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         handle.remove()
 
 
-def _shield(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A load_state_dict pre-hook: hide values from casting, keep settings the checkpoint lacks."""
+def _shield(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A load_state_dict pre-hook: check all, and hide values from casting."""
+    current = optimizer.param_groups
+    state_dict = checked(type(optimizer).__name__, state_dict, current, set(optimizer.defaults))
+    problem = not_finite(type(optimizer).__name__, state_dict, current)
+    values = [value for entry in state_dict["state"].values() for value in entry.values()]
+    if any(isinstance(value, Tensor) and is_sharded(value) for value in values):
+        problem = optimizer._agreement.reported(current, problem, "load_state_dict()")
+    if problem:
+        raise ValueError(problem)
     state = {
         param: {key: _Shielded(value) for key, value in entry.items()}
         for param, entry in state_dict["state"].items()
     }
-    saved, current = state_dict["param_groups"], optimizer.param_groups
-    sizes = [[len(group["params"]) for group in groups] for groups in (saved, current)]
-    if sizes[0] != sizes[1]:
-        raise ValueError(
-            f"{type(optimizer).__name__}: the checkpoint has groups of {sizes[0]} parameters, this "
-            f"optimizer of {sizes[1]}; make it from the same model and groups, with or without "
-            "isokron.param_groups and its overrides"
-        )
     merged = [
         {
             **{k: v for k, v in old.items() if k != "params"},
             **{k: _dtype(v) for k, v in new.items()},
         }
-        for old, new in zip(current, saved, strict=True)
+        for old, new in zip(current, state_dict["param_groups"], strict=True)
     ]
     return {**state_dict, "state": state, "param_groups": merged}
 
@@ -82,6 +85,29 @@ def unshield(state: MutableMapping[Tensor, Any]) -> bool:
     for param in shielded:
         state[param] = {key: value.value for key, value in state[param].items()}
     return bool(shielded)
+
+
+def with_own_bytes(value: Any) -> Any:
+    """A view as a tensor whose storage is its part of the memory: torch.save writes storages."""
+    if not isinstance(value, Tensor) or is_sharded(value):
+        return value
+    if value.untyped_storage().nbytes() == value.nbytes:
+        return value
+    return from_dlpack(value) if value.device.type in ("cpu", "cuda") else value.clone()
+
+
+def asks_for_state(groups: Sequence[Entry], agreement: StepAgreement | None = None) -> bool:
+    """Whether torch.distributed.checkpoint calls step() only to make the state to load into.
+
+    It does so before any other step, with lr and all gradients 0.
+    """
+    grads = [p.grad for group in groups for p in group["params"] if p.grad is not None]
+    if not grads or any(float(group["lr"]) for group in groups):
+        return False
+    moving = "a gradient is not 0" if any(bool(local(grad).any()) for grad in grads) else None
+    if agreement is not None:  # ranks whose part of the gradients is 0 must not return alone
+        moving = agreement.reported(groups, moving, "the first optimizer.step()")
+    return moving is None
 
 
 def with_dtype_names(groups: Sequence[Entry]) -> list[dict[str, Any]]:
@@ -173,7 +199,7 @@ def _load_batch_(batch: Batch, state: Mapping[Tensor, Any], group: Mapping[str, 
     if exchange is not None:
         shared = [_state_of(state.get(param), adamw=False) for param in exchange.params]
         exchange.step[:] = torch.tensor(
-            [float(entry.get("step", 0)) for entry in shared], device="cpu"
+            [float(entry.get("step", 0)) for entry in shared], dtype=torch.float64, device="cpu"
         )
     for key, stacked in batch.saved().items():
         if exchange is not None:

@@ -1,7 +1,8 @@
 """Layout of a parameter group: batches of equal blocks, and lists of parameters for AdamW."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 from math import prod, sqrt
 from typing import Any
 
@@ -103,20 +104,36 @@ class GroupLayout:
     Args:
         params: the group's parameters when the layout was made.
         settings: the group's `layout_settings` then.
+        values: the group's settings when they were last checked.
         idle: parameters that were frozen, and so have no state until they have a gradient.
         waves: lists of batches that are worked on at once.
         adamw: lists of parameters that AdamW steps.
         averages: of the iterates, if the group has them.
         loads: the work of each rank after this group.
+        shown: entries of `optimizer.state`, and the tensors in them.
     """
 
     params: list[Tensor]
     settings: dict[str, Any]
+    values: dict[str, Any]
     idle: list[Tensor]
     waves: list[list[Batch]]
     adamw: list[AdamWList]
     averages: Averages | None
     loads: Loads
+    shown: dict[Tensor, dict[str, Tensor]] = field(default_factory=dict)
+    shown_tensors: list[Tensor] = field(default_factory=list)
+
+    def fits(self, group: Group) -> bool:
+        """Whether it was made for the settings of this group."""
+        return self.settings == layout_settings(group, self.settings)
+
+    def show(self) -> dict[Tensor, dict[str, Tensor]]:
+        """The entries, for `optimizer.state`."""
+        self.shown.clear()
+        self.shown.update(self.entries())
+        self.shown_tensors[:] = chain.from_iterable(map(dict.values, self.shown.values()))
+        return self.shown
 
     @property
     def batches(self) -> list[Batch]:
@@ -204,6 +221,7 @@ def build_layout(
     layout = GroupLayout(
         list(group["params"]),
         layout_settings(group, keys),
+        {key: group[key] for key in keys},
         idle,
         waves,
         list(_adamw_lists(lists.values(), places, group)),

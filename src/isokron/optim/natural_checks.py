@@ -24,6 +24,8 @@ CHOICES = {
     "nonfinite": ("raise", "skip", "ignore"),
     "store": STORAGES,
 }
+# settings that shape what is observed, so that a resumed run must have those of the checkpoint
+SAME = ("fisher", "policy", "rho", "t_max", "store")
 UNEQUAL = 1e-4  # by how much norms of equal gradients may differ, on unlike machines
 Groups = Sequence[Mapping[str, Any]]
 
@@ -49,6 +51,16 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     need(0 <= arguments["factor_beta"] <= 1, "factor_beta", "at least 0 and at most 1")
     condition = arguments["max_condition"]
     need(condition is None or condition >= 1, "max_condition", "None or at least 1")
+
+
+def check_same(group: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint of other observations."""
+    for name in (*SAME, "loss"):
+        if saved[name] != group[name]:
+            raise ValueError(
+                f"NaturalGradient: {name} must be {saved[name]!r}, as in the checkpoint, got "
+                f"{name}={group[name]!r}; make the optimizer anew with what was saved"
+            )
 
 
 def check_not_sharded(group: Mapping[str, Any]) -> None:

@@ -23,10 +23,14 @@ from isokron.distributed.rank_tasks import together
 from isokron.linalg import sent
 from isokron.linalg.precision import full_precision
 from isokron.optim.adamw import AdamW
+from isokron.optim.checkpoint import asks_for_state
+from isokron.optim.checkpoint_header import checked, format_of, not_finite
 from isokron.optim.gradient_checks import wide_dtype
 from isokron.optim.natural_checks import (
+    SAME,
     check_arguments,
     check_not_sharded,
+    check_same,
     choose_layers,
     compare_ranks,
     find_problem,
@@ -40,7 +44,7 @@ logger = logging.getLogger(__name__)
 # arguments that are settings of the parameter group, and so in checkpoints
 SETTINGS = (
     *("lr", "method", "damping", "max_condition", "every", "statistics_every", "momentum"),
-    *("weight_decay", "kl_clip", "factor_beta", "reduction", "nonfinite"),
+    *("weight_decay", "kl_clip", "factor_beta", "reduction", "nonfinite", *SAME),
 )
 LEAST_DAMPING, MOST_DAMPING = 1e-10, 1e4  # between which it is adapted
 Observed = dict[str, tuple[Sums, float]]  # by layer, with the number of loss terms
@@ -126,6 +130,7 @@ class NaturalGradient(torch.optim.Optimizer):
         first = [(name, param) for name, param in named_params if param in in_layers]
         for_adamw = [(name, param) for name, param in named_params if param not in in_layers]
         group = {key: arguments[key] for key in SETTINGS}
+        group |= {"loss": type(loss or CrossEntropy()).__name__, "format": format_of(type(self))}
         group |= {"lr_scale": 1.0, "maximize": False, "steps": 0}
         super().__init__([{"params": first}], group)
         check_not_sharded(self.param_groups[0])
@@ -484,17 +489,11 @@ class NaturalGradient(torch.optim.Optimizer):
 
         It does so before any other step and without a pass, with lr and all gradients 0.
         """
-        groups = self.param_groups
-        grads = [p.grad for group in groups for p in group["params"] if p.grad is not None]
-        if self.state or not grads or any(float(group["lr"]) for group in groups):
-            return False
-        if self._observer.terms or any(bool(grad.any()) for grad in grads):
+        if self.state or self._observer.terms or not asks_for_state(self.param_groups):
             return False
         self._make_state()
         if self._adamw is not None:
-            self._adamw.step()
-            for entry in self._adamw.state.values():  # training without loading starts at 0
-                entry["step"].zero_()
+            self._adamw.step()  # which finds the same
         self._show()
         return True
 
@@ -510,13 +509,13 @@ class NaturalGradient(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume from a state dict, to the bit; settings of groups come from it too."""
+        who, current = type(self).__name__, self.param_groups
+        state_dict = checked(who, state_dict, current, set(self.defaults))
+        if problem := not_finite(who, state_dict, current):
+            raise ValueError(problem)
         groups, state = state_dict["param_groups"], state_dict["state"]
-        sizes = [[len(g["params"]) for g in part] for part in (groups, self.param_groups)]
-        if sizes[0] != sizes[1]:
-            raise ValueError(
-                f"NaturalGradient: the checkpoint has groups of {sizes[0]} parameters, this "
-                f"optimizer of {sizes[1]}; make it from the same model and `layers`"
-            )
+        check_same(current[0], groups[0])
+        check_arguments(self._arguments | groups[0])
         keys = dict(zip(self.param_groups[0]["params"], groups[0]["params"], strict=True))
         for name, fisher in self._fishers.items():
             fisher.method = self._observer.fold.methods[name] = groups[0]["method"]

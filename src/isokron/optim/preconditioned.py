@@ -8,9 +8,10 @@ gradients, moments, grafting, weight decay, averages, checks and checkpoints are
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from math import hypot
 from operator import is_
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +31,10 @@ from isokron.linalg.device_transfer import as_tensor
 from isokron.linalg.precision import full_precision
 from isokron.optim import checkpoint
 from isokron.optim.blocks import Batch, BatchStep, Copies, write_back
+from isokron.optim.checkpoint_header import format_of
 from isokron.optim.flat_buffer import FlatList
 from isokron.optim.gradient_checks import check_sums, check_types, gradient_sums
+from isokron.optim.group_checks import check_changes_, check_params, check_settings_
 from isokron.optim.layout import GroupLayout, Traits, build_layout, matrices_of
 from isokron.optim.lr_transfer import scale_by_width_, scale_from_adamw_
 from isokron.optim.moments import (
@@ -46,15 +49,10 @@ from isokron.optim.param_groups import warn_of_tables
 from isokron.optim.refresh import Refresher, is_early, rows_where, wait
 from isokron.optim.settings import (
     SHARED,
-    check_adamw,
-    check_group,
-    check_param,
     check_settings,
     check_spelling,
     follow_cycle_,
-    layout_settings,
     note_peak_,
-    param_name,
     refresh_delay,
     require,
 )
@@ -81,6 +79,8 @@ class Preconditioned(torch.optim.Optimizer):
         **settings: defaults of the groups, see docs/engine.md.
     """
 
+    # the name in checkpoints, of a subclass whose state is that of another class
+    checkpoint_as: ClassVar[str | None] = None
     _recorder: Recorder | None = None  # made by the first call of `statistics`
     # by consolidate_state_dict: the state of all ranks, or {} where another rank has it
     _consolidated: dict[int, Any] | None = None
@@ -99,7 +99,7 @@ class Preconditioned(torch.optim.Optimizer):
         self._layouts: list[GroupLayout] = []
         self._agreement = StepAgreement()
         self._refresher = Refresher()
-        super().__init__(params, {**SHARED, "lr": lr, **settings})
+        super().__init__(params, {**SHARED, "format": format_of(type(self)), "lr": lr, **settings})
 
     # What an optimizer is made of. `grad` and `moment`: [B, ...], read-only.
 
@@ -142,6 +142,10 @@ class Preconditioned(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
+        new = closure is None and not self.state
+        if new and checkpoint.asks_for_state(self.param_groups, self._agreement):
+            self._current_layouts()
+            return None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -293,16 +297,22 @@ class Preconditioned(torch.optim.Optimizer):
     def _current_layouts(self, loading: bool = False) -> list[GroupLayout]:
         """A layout for every group, made anew where parameters or settings have changed."""
         del self._layouts[len(self.param_groups) :]
-        if self._layouts and not self.state:  # somebody has reset the state
-            self._layouts = []
+        optimizer = type(self).__name__
         for i, group in enumerate(self.param_groups):
-            if i < len(self._layouts) and _holds(self._layouts[i], group):
+            layout = self._layouts[i] if i < len(self._layouts) else None
+            if layout is not None and not _is_shown(layout, self.state):
+                # what was deleted from the state starts afresh, and what was replaced counts
+                checkpoint.check_keys(layout, self.state, group, optimizer)
+                layout = None
+            if layout is None or not (checked := _has_values(layout, group)):
+                check_changes_(optimizer, group, self.traits, layout)
+            if layout is not None and _holds(layout, group, checked):
                 continue
             self._join()
             layout = self.new_layout(group, self._layouts[i - 1].loads if i else None)
             if loading:
-                checkpoint.check_keys(layout, self.state, group, type(self).__name__)
-            checkpoint.load_(layout, self.state, group, type(self).__name__)
+                checkpoint.check_keys(layout, self.state, group, optimizer)
+            checkpoint.load_(layout, self.state, group, optimizer)
             self._layouts[i : i + 1] = [layout]
             self._show(layout)
         return self._layouts
@@ -351,7 +361,7 @@ class Preconditioned(torch.optim.Optimizer):
 
     def _show(self, layout: GroupLayout) -> None:
         """Let `optimizer.state` be the tensors that steps work on."""
-        self.state.update(layout.entries())
+        self.state.update(layout.show())
 
     def _join(self) -> None:
         """Wait for every refresh that has begun."""
@@ -359,6 +369,8 @@ class Preconditioned(torch.optim.Optimizer):
 
     def _settle(self) -> None:
         """Let `optimizer.state` be complete: wait for refreshes, and read what they have done."""
+        if self._layouts:
+            self._current_layouts()
         self._join()
         self._read_outcomes()
         for layout in self._layouts:
@@ -426,21 +438,11 @@ class Preconditioned(torch.optim.Optimizer):
             optimizer, param_group, [*self.defaults, "name", "initial_lr", "match_adamw"]
         )
         # a copy: torch writes into it, and the caller may make another optimizer of the same groups
-        super().add_param_group(dict(param_group))
+        super().add_param_group({**param_group, "format": format_of(type(self))})
         self._consolidated = None
         group = self.param_groups[-1]
-        if isinstance(group["lr"], Tensor):
-            group["lr"] = group["lr"].clone()  # groups that share it would all scale it in turn
         try:
-            check_group(optimizer, group, sums=self.traits.heavy_ball)
-            if refresh_delay(group) and not self.traits.operator:
-                raise ValueError(
-                    f"{optimizer}: refresh must be 'together' or 'staggered' for a method that "
-                    f"names no operator, got refresh={group['refresh']!r}"
-                )
-            self._check_polar(group)
-            if self.traits.check is not None:
-                self.traits.check(group)
+            check_settings_(optimizer, group, self.traits)
             if "fans" in group:
                 scale_by_width_(group, self.traits)
             if "match_adamw" in group:
@@ -455,26 +457,11 @@ class Preconditioned(torch.optim.Optimizer):
                     f"{optimizer}: a parameter is in a group twice and would be stepped twice; "
                     "pass it once"
                 )
-            elementwise = self.traits.elementwise or group["route"] == "adamw"
-            for i, param in enumerate(group["params"]):
-                name = param_name(group, i)
-                check_param(optimizer, name, param, group, elementwise)
-                if not self.traits.takes(param, group):
-                    check_adamw(optimizer, name, group)
+            check_params(optimizer, group, self.traits)
         except Exception:
             self.param_groups.pop()
             raise
         warn_of_tables(self, group)
-
-    def _check_polar(self, group: Group) -> None:
-        """Refuse polar factors of vectors, and of directions without roots or eigenbases."""
-        if not group["polar"]:
-            return
-        optimizer, traits = type(self).__name__, self.traits
-        rule = "False for a method without roots or eigenbases (SOAP, Shampoo and Katie have them)"
-        require(bool(traits.operator) and traits.work == "eigen", optimizer, group, "polar", rule)
-        rule = "False where vectors=True; vectors have no polar factor"
-        require(not group["vectors"], optimizer, group, "polar", rule)
 
     def distribute(
         self,
@@ -582,14 +569,15 @@ class Preconditioned(torch.optim.Optimizer):
 
     def _packed(self) -> dict[str, Any]:
         """torch's state dict of what this process has, in the order of parameters."""
-        if self._layouts:
-            self._current_layouts()
         self._settle()
         packed = super().state_dict()
         # batch by batch the order would differ from rank to rank; and parameters that share a step
         # counter here must not in an optimizer that counts each
         packed["state"] = {
-            index: {**entry, "step": as_tensor(entry["step"]).clone()}
+            index: {
+                **{key: checkpoint.with_own_bytes(value) for key, value in entry.items()},
+                "step": as_tensor(entry["step"]).clone(),
+            }
             for index, entry in sorted(packed["state"].items())
         }
         packed["param_groups"] = checkpoint.with_dtype_names(packed["param_groups"])
@@ -643,18 +631,36 @@ class Preconditioned(torch.optim.Optimizer):
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
+            check_settings_(type(self).__name__, group, self.traits)
+            check_params(type(self).__name__, group, self.traits)
         loading = checkpoint.unshield(self.state)
         if self.state:
             self._current_layouts(loading)
 
 
-def _holds(layout: GroupLayout, group: Group) -> bool:
-    """Whether a layout was made for this group as it is and has all that take part now."""
+# in this file, because every step asks
+
+
+def _has_values(layout: GroupLayout, group: Group) -> bool:
+    """Whether no setting was assigned since they were checked."""
+    return all(map(is_, map(group.get, layout.values), layout.values.values()))
+
+
+def _is_shown(layout: GroupLayout, state: Mapping[Tensor, Any]) -> bool:
+    """Whether the state has the entries that it was shown in, with the tensors they had."""
+    shown = layout.shown
+    tensors = chain.from_iterable(map(dict.values, shown.values()))
+    same = all(map(is_, map(state.get, shown), shown.values()))
+    return same and all(map(is_, tensors, layout.shown_tensors))
+
+
+def _holds(layout: GroupLayout, group: Group, same_values: bool) -> bool:
+    """Whether it was made for this group as it is and has all that take part now."""
     params = group["params"]
     return (
         len(layout.params) == len(params)
         and all(map(is_, layout.params, params))
-        and layout.settings == layout_settings(group, layout.settings)
+        and (same_values or layout.fits(group))
         and all(param.grad is None for param in layout.idle)
     )
 

@@ -95,7 +95,7 @@ def quantize_symmetric(matrix: Tensor, seeds: Tensor) -> tuple[Tensor, Tensor]:
     inverse = torch.where(scale > 0, scale.reciprocal(), 0)
     unit = matrix.float() * inverse.unsqueeze(-1) * inverse.unsqueeze(-2)
     triangle = halved(unit).mul_(UNIT)
-    noise = _random_bits(triangle.size(1), sent(seeds, matrix.device)) * 2.0**-DROPPED
+    noise = _random_bits(triangle.size(1), seeds, matrix.device) * 2.0**-DROPPED
     codes = triangle.add_(noise).floor_().clamp_(-UNIT, UNIT).to(torch.int16)
     return codes.view(torch.uint8), scale  # as bytes: gloo sends no int16
 
@@ -115,17 +115,18 @@ def stochastic_bfloat16(x: Tensor, seeds: Tensor) -> Tensor:
     and of an element's position in its row, so resumed runs and other ranks draw the same.
     """
     rows = x.float().reshape(len(seeds), x.numel() // max(1, len(seeds))).contiguous()
-    bits = rows.view(torch.int32) + _random_bits(rows.size(1), sent(seeds, x.device))
+    bits = rows.view(torch.int32) + _random_bits(rows.size(1), seeds, x.device)
     bits &= -1 << DROPPED
     return bits.view(torch.float32).view(x.shape).to(torch.bfloat16)
 
 
-def _random_bits(count: int, seeds: Tensor) -> Tensor:
+def _random_bits(count: int, seeds: Tensor, device: torch.device) -> Tensor:
     """Numbers from 0 to 2¹⁶ − 1, two by every hash of 32 bits. seeds: [R] → [R, count]"""
-    index = torch.arange(-(-count // 2), dtype=torch.int32, device=seeds.device)
+    index = torch.arange(-(-count // 2), dtype=torch.int32, device=device)
+    seeds = sent(seeds.to(torch.int32), device)  # some devices have no float64
     # odd 32-bit constants, as signed numbers; a product keeps the low 32 bits. The two rounds of
     # shift and multiply are those of the lowbias32 hash.
-    x = index * -1640531527 + seeds.to(torch.int32).view(-1, 1) * 668265263
+    x = index * -1640531527 + seeds.view(-1, 1) * 668265263
     x = (x ^ ((x >> 16) & 0xFFFF)) * 2146121005
     x = (x ^ ((x >> 15) & 0x1FFFF)) * -2073254261
     x = x ^ ((x >> 16) & 0xFFFF)
