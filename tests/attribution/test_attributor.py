@@ -109,7 +109,7 @@ def test_python_scores_have_top_layers_and_tokens(tmp_path: Path) -> None:
 def test_examples_without_influence_are_neither_proponents_nor_opponents(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     data = [(torch.ones(2), 0), (torch.ones(2), 0)]
-    a = Attributor(tmp_path, model, data, loss=isokron.losses.CrossEntropy())
+    a = Attributor(tmp_path, model, data, loss=isokron.losses.CrossEntropy()).fit(None)
     (top,) = a.score([data[0]]).top(10)
     assert len(top.proponents) == 2
     assert top.opponents == []
@@ -223,7 +223,7 @@ def test_the_damping_of_a_store_is_that_of_its_rows(tmp_path: Path) -> None:
 
 
 def test_without_curvature_gradients_themselves_are_compared(tmp_path: Path) -> None:
-    a = attributor(tmp_path, layers="*,!table").build(dim=100)
+    a = attributor(tmp_path, layers="*,!table").fit(None).build(dim=100)
     rows = torch.cat(list(Store.open(tmp_path / "gradients").blocks(10**9)))
     close(a.score(asked(a, ["train:0-31"]), save=False).as_subclass(Tensor), rows @ rows.mT)
 

@@ -45,7 +45,7 @@ def weighted(model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Tensor, Tenso
 def test_fractional_weights_multiply_gradients(tmp_path: Path) -> None:
     weights = torch.tensor([0.25, 1.0, 0.0, 3.5, 0.5, 2.0])
     data = [(x, y, w) for (x, y), w in zip(pairs(), weights, strict=True)]
-    a = begun(tmp_path, data, loss=weighted)
+    a = begun(tmp_path / "plain", data, loss=weighted).fit(None)
     model, rows = a.subject.model, []
     for x, y, w in data:
         loss = w * nn.functional.cross_entropy(model(x), y)
@@ -55,7 +55,8 @@ def test_fractional_weights_multiply_gradients(tmp_path: Path) -> None:
     asked = [0, 1, 3, 4, 5]
     scores = values(a.score([data[number] for number in asked]))
     torch.testing.assert_close(scores, right[asked], rtol=1e-4, atol=1e-5)
-    cosines = values(a.fit().score([data[0]], unit=True, save=False))
+    fitted = begun(tmp_path / "kfac", data, loss=weighted).fit()
+    cosines = values(fitted.score([data[0]], unit=True, save=False))
     torch.testing.assert_close(cosines[0, 0], torch.tensor(1.0), rtol=1e-3, atol=0)
     assert cosines[0, 2] == 0  # of weight 0
 
@@ -209,7 +210,8 @@ def test_noise_of_cosines_is_that_of_cosines(tmp_path: Path) -> None:
 
 def test_curvature_fitted_by_another_object_is_used(tmp_path: Path) -> None:
     first, second = begun(tmp_path, pairs()), begun(tmp_path, pairs())
-    plain = values(first.score(pairs(1), save=False))
+    with pytest.warns(UserWarning, match=r"fit\(\) was not called: H is the identity"):
+        plain = values(first.score(pairs(1), save=False))
     second.fit()
     assert not values(first.fit().score(pairs(1), save=False)).equal(plain)
 
@@ -240,7 +242,7 @@ def test_a_store_that_does_not_fit_is_refused_before_it_is_begun(tmp_path: Path)
 
 
 def test_examples_at_the_top_are_not_taken_for_random_ones(tmp_path: Path) -> None:
-    check = begun(tmp_path, pairs()).score(pairs(1), top=6, verify=True).answers[0]["verify"]
+    check = begun(tmp_path, pairs()).fit().score(pairs(1), top=6, verify=True).answers[0]["verify"]
     assert check["proponents"] < 0
     assert check["random"] is None
 

@@ -172,7 +172,7 @@ def test_what_cannot_be_refined_is_refused_with_the_remedy(tmp_path: Path) -> No
     examples = task().train
     plain = attributor(tmp_path / "plain", task=None, train_set=examples, loss=loss, layers=LAYERS)
     with pytest.raises(ValueError, match=r"give loss=isokron.losses.CrossEntropy\(\)"):
-        plain.fit().score([examples.tensors[0][0:1]], refine=2)
+        plain.fit().score([(examples.tensors[0][0],)], refine=2)
     with pytest.raises(ValueError, match=r"call fit\(\) first"):
         attributor(tmp_path / "unfitted", layers=LAYERS).score(asked(a), refine=2)
     with pytest.raises(ValueError, match="layers='!table'"):

@@ -88,7 +88,7 @@ def test_several_processes_give_the_scores_of_one(tmp_path: Path) -> None:
 
 
 def built(folder: Path) -> None:
-    begun(folder).build(dim=4)
+    begun(folder).fit(None).build(dim=4)
 
 
 def dying(folder: Path, at: int) -> None:

@@ -122,7 +122,7 @@ def _form(value: Any) -> str:
     if isinstance(value, Mapping):
         return f"a dict of {', '.join(map(str, value))}"
     if isinstance(value, tuple | list) and not _is_flat(value):
-        return f"({', '.join(map(_form, value))})"
+        return f"({', '.join(map(_form, value))}{',' * (len(value) == 1)})"
     shape = getattr(value, "shape", None)
     if shape is None:
         return f"a {type(value).__name__}"

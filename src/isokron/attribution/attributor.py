@@ -1,5 +1,6 @@
 """Training-data attribution for a trained model: fit curvature, score queries, write a page."""
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -136,7 +137,7 @@ class Attributor:
 
     def fit(
         self,
-        method: str = "kfac",
+        method: str | None = "kfac",
         *,
         fisher: str = "empirical",
         sharing: str = "expand",
@@ -148,7 +149,8 @@ class Attributor:
         """Fit the curvature of the model on its training data, or load it if it was fitted before.
 
         Args:
-            method: "kfac", "ekfac", "tkfac" or "shampoo"; "unroll" fits nothing: scores are then
+            method: "kfac", "ekfac", "tkfac" or "shampoo"; None fits nothing: H is the identity,
+                and scores are products of gradients; "unroll" fits nothing either: scores are
                 derivatives through the training run, see docs/unroll.md.
             fisher: labels from the data ("empirical"), sampled from the model ("sampled"), or all
                 labels weighted by their probability ("exact").
@@ -173,6 +175,9 @@ class Attributor:
             self._enter_fit({"method": "unroll"})
             with self.folder.finish("fit", {"method": "unroll"}):
                 self.exact = scorer
+            return self
+        if method is None or method == "none":
+            self._enter_fit({"method": "none"})
             return self
         settings: dict[str, Any] = {"method": method, "fisher": fisher, "sharing": sharing}
         for name, choices in (("method", METHODS), ("fisher", FISHERS), ("sharing", SHARINGS)):
@@ -257,8 +262,15 @@ class Attributor:
 
     @cached_property
     def curvature(self) -> Curvature | None:
-        """The result of `fit`. None if it was never called: H is then the identity."""
-        if self.folder.stage("fit") is None:
+        """The result of `fit`. None after `fit(None)` or without it: H is then the identity."""
+        stage = self.folder.stage("fit")
+        if stage is None:
+            warnings.warn(
+                "fit() was not called: H is the identity, and scores are products of gradients; "
+                "call fit() for curvature, or fit(None) to score without",
+                stacklevel=3,  # a cached property is called by functools
+            )
+        if stage is None or stage["method"] == "none":
             return None
         if self.is_unrolled:
             if not isinstance(self.exact, UnrolledScorer):
@@ -332,7 +344,7 @@ class Attributor:
         plan = self.memory_plan(queries=asked)
         # rows are whitened by matrices of the size of the statistics, and every entry is measured
         shares = 4 * sum(layer.parameters for layer in scorer.subject.layers)
-        parts = {**plan.parts, "whitening": plan.parts["statistics"] + shares}
+        parts = {**plan.parts, "whitening": plan.parts.get("statistics", 0) + shares}
         replace(plan, parts=parts).check()
         if dim is None:
             # a store that was begun with these settings is continued
@@ -448,8 +460,11 @@ class Attributor:
     def _exact_scorer(self, refine: int) -> ExactScorer:
         if not refine or self.is_unrolled:
             return self.exact
-        from_optimizer = "optimizer" in (self.folder.stage("fit") or {})
-        return RefinedScorer(self.subject, self.inverse, self.curvature, refine, from_optimizer)
+        stage = self.folder.stage("fit")
+        # refused by the scorer, without a warning before it
+        curvature = None if stage is None else self.curvature
+        from_optimizer = "optimizer" in (stage or {})
+        return RefinedScorer(self.subject, self.inverse, curvature, refine, from_optimizer)
 
     def queries(self, queries: Any) -> list[Query]:
         """The argument `queries` of `score` as a list of `Query`."""

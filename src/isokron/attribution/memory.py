@@ -88,7 +88,7 @@ class Budget:
         layers, data, probe = self.subject.layers, self.subject.data, self.probe
         terms = min(MAX_TERMS, self._terms(range(len(data))))
         parts = {}
-        if method != "unroll":
+        if method not in ("unroll", "none"):
             planned = planned_bytes(layers, method, lowrank=self.lowrank, terms=terms)
             parts = {name: planned[name] for name in ("statistics", "decompositions")}
         numbers = sum(

@@ -208,7 +208,7 @@ class Explanation:
     def _head(self) -> dict[str, Any]:
         """The command, the model and the settings."""
         a, settings, noise = self.attributor, self.settings, self.scores.noise
-        fit = a.folder.stage("fit") or {"method": "none", "fisher": "none"}
+        fit = a.folder.stage("fit") or {"method": "none"}
         build = a.folder.stage("build") if settings["store"] else None
         # number of loss terms that the curvature is a mean of
         terms = None if a.curvature is None else next(iter(a.curvature.layers.values())).terms

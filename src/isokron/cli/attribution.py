@@ -58,9 +58,10 @@ class CurvatureOptions:
 class RunCurvature(CurvatureOptions):
     """Options of `fit`."""
 
-    method: Literal["kfac", "ekfac", "tkfac", "shampoo", "unroll"] = option(  # type: ignore[assignment]
+    method: Literal["kfac", "ekfac", "tkfac", "shampoo", "unroll", "none"] = option(  # type: ignore[assignment]
         "kfac",
-        "Curvature to fit; unroll needs none: scores are derivatives through the training run.",
+        "Curvature to fit; none: scores are products of gradients; unroll: derivatives through the "
+        "training run.",
     )
     fit_examples: int | None = option(
         None, "Fit to N examples, evenly spaced. Default: all.", min=1
@@ -85,6 +86,10 @@ class RunCurvature(CurvatureOptions):
                 )
             if not self.curvature.is_file():
                 raise ValueError(f"--curvature must be a file, and there is no {self.curvature}")
+        if self.method == "none" and replace(self, method="kfac") != RunCurvature():
+            raise ValueError(
+                "--method none fits no curvature; leave out --fisher, --sharing and --fit-examples"
+            )
         if self.method != "unroll":
             return
         if source.model is not None or source.weights is not None:
@@ -107,6 +112,9 @@ class RunCurvature(CurvatureOptions):
             return
         if self.method == "unroll":
             return  # open_run has given the run, which needs no fit
+        if self.method == "none":
+            a.fit(None)
+            return
         seed = recorded_source(a.folder.path).seed
         settings: dict[str, Any] = {"fisher": self.fisher, "sharing": self.sharing, "seed": seed}
         a.fit(self.method, examples=self.fit_examples, **settings)
@@ -290,7 +298,8 @@ def fit(run: RunFolder, source: Source, curvature: RunCurvature, machine: Machin
         announce(a, progress, curvature)
         with work():
             curvature.fit(a)
-    echo("Nothing to fit" if a.is_unrolled else f"Curvature: {a.folder.curvature}")
+    has_none = curvature.method in ("unroll", "none")
+    echo("Nothing to fit" if has_none else f"Curvature: {a.folder.curvature}")
 
 
 def build(run: RunFolder, rows: StoreRows, resources: Resources) -> None:
