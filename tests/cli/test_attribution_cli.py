@@ -326,3 +326,22 @@ def test_a_run_goes_through_few_files(isokron: Call) -> None:
     package = Path(sys.modules["isokron"].__file__ or "").parent
     ours = sorted(f for f in files if f.startswith(str(package)) and f.endswith(".py"))
     assert len(ours) <= 40, ours
+
+
+def test_the_first_line_says_how_many_gradients_agree_and_strict_refuses(
+    isokron: Call, tmp_path: Path
+) -> None:
+    options = ["--steps", "0", "--query", "eval:0", "--strict"]
+    code, _, err = isokron("attribute", "run", *TASK[:2], *options)
+    assert code == 0, err
+    line = next(line for line in err.splitlines() if "covers" in line)
+    assert line.startswith("gradients of 3 of 3 layers agree with autograd; covers")
+    scaled = "class Scaled(nn.Linear):\n    def forward(self, x): return 2 * super().forward(x)"
+    text = LETTERS.read_text().replace("class Model", f"{scaled}\n\n\nclass Model", 1)
+    text = text.replace("nn.Linear(6, 8)", "Scaled(6, 8)")
+    (tmp_path / "mine.py").write_text(text)
+    mine = ["--task", "mine.py:task", *options]
+    fails(isokron("attribute", "other", *mine), 2, "--strict: gradients of 1 of 3 layers")
+    assert not (tmp_path / "other").exists()
+    _, _, err = isokron("attribute", "other", *mine[:-1])
+    assert "gradients of 2 of 3 layers agree with autograd" in err

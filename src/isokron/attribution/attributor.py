@@ -312,7 +312,7 @@ class Attributor:
     def _store_scorer(self, store: Store | None = None) -> StoreScorer:
         layers = projected_layers(self.subject.layers, self.lowrank)
         subject = replace(self.subject, layers=layers)
-        return StoreScorer(subject, self.inverse, store, self.budget.limit // 4)
+        return StoreScorer(subject, self.inverse, self.exact, store, self.budget.limit // 4)
 
     def build(
         self,
@@ -434,6 +434,7 @@ class Attributor:
         result = scored.scores.as_subclass(Scores)
         result.ids, result.noise, result.answers = self.data.ids, noise, []
         result.layers = tuple(layer.name for layer in scorer.subject.layers)
+        result.coverage = scorer.coverage(self.selection)
         result.why = why or ("the run has a store" if use_store else "the default")
         layered = {**settled, "by_layer": True}
         later = self._later
@@ -485,11 +486,12 @@ class Attributor:
     def self_influence(self, damping: float | None = None, store: bool | None = None) -> Tensor:
         """⟨∇, H⁻¹∇⟩ of every training example, [N]; large for rare and mislabelled examples.
 
-        With a store they are read from it, otherwise it takes a pass.
+        They are read from a store that has all layers, or with store=True of those it has;
+        otherwise it takes a pass.
         """
         self._claim()
-        use_store = self.folder.stage("build") is not None if store is None else store
-        if use_store:
+        built = self.folder.stage("build") is not None
+        if store or (store is None and built and self._store_scorer().is_complete):
             self._store_scorer(self.store).settled({"damping": damping})
             return self.store.extra("square")
         self.memory_plan().check()

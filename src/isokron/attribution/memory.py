@@ -141,7 +141,10 @@ class Budget:
         """An upper bound on the loss terms of some examples."""
         lengths = self.subject.data.lengths
         one = max((self.probe.of(name) for name in self.lowrank), default=1)
-        return sum(one if lengths is None else lengths[number] for number in numbers)
+        heads = [layer for layer in self.subject.layers if layer.name in self.lowrank]
+        # an embedding that is tied to the head has a gradient for every token too
+        uses = max((1 + len(layer.tied) for layer in heads), default=1)
+        return sum(one if lengths is None else uses * lengths[number] for number in numbers)
 
     def check_head(self, numbers: Sequence[int]) -> None:
         """Refuse more loss terms than a low-rank head can store gradients for."""

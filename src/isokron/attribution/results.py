@@ -9,7 +9,7 @@ import json
 import random
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -68,7 +68,9 @@ class Scores(Tensor):
     Attributes:
         ids: names of the examples.
         layers: names of the layers of `by_layer`.
-        noise: None for exact scores, otherwise their measured agreement with exact scores.
+        coverage: the parameters that the scores cover, and layers that are left out.
+        noise: None for exact scores, otherwise their measured agreement with exact scores of all
+            layers of the run.
         why: why the scores are exact, or from a store.
         refinement: with `refine`, its steps and relative residuals; else None.
         answers: the record of every query, as in the JSON; empty with save=False.
@@ -78,6 +80,7 @@ class Scores(Tensor):
 
     ids: list[str]
     layers: tuple[str, ...]
+    coverage: dict[str, Any]
     noise: Any
     why: str
     refinement: dict[str, Any] | None
@@ -235,12 +238,7 @@ class Explanation:
                 "dim": (build or {}).get("dim") or None,
                 "mode": settings["mode"],
                 "unit": settings["unit"],
-                "coverage": {
-                    "covered": a.selection.covered,
-                    "total": a.selection.total,
-                    "summary": a.selection.summary(),
-                    "left_out": [asdict(layer) for layer in a.selection.left_out],
-                },
+                "coverage": self.scores.coverage,
             },
             "noise": noise and {"spearman": noise.spearman, "sample": noise.sample},
             "layers": list(self.scores.layers) if settings["by_layer"] else [],

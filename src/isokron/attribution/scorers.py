@@ -37,6 +37,7 @@ from isokron.attribution.store import (
 )
 from isokron.curvature import Curvature
 from isokron.curvature.layers import Layer
+from isokron.curvature.selection import Selection
 from isokron.distributed import Ranks
 from isokron.distributed.rank_tasks import in_turn, share, side_by_side, together
 from isokron.files import locked
@@ -135,6 +136,13 @@ class ExactScorer:
         options = score_options(settings)
         scored = self.scores(queries, settings["damping"], block=plan.block, **options)
         return scored.combined(settings["mode"]), None
+
+    def coverage(self, selection: Selection) -> dict[str, Any]:
+        """The parameters that scores cover, of those selected."""
+        names = {layer.name for layer in self.subject.layers}
+        return selection.without(
+            {x.name: "not in the store" for x in selection.layers if x.name not in names}
+        ).record()
 
     def gradients(
         self, queries: Sequence[Query], damping: float, mean: bool = False
@@ -244,14 +252,21 @@ def score_options(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class StoreScorer(ExactScorer):
-    """Builds a gradient store shard by shard, and scores with it; its subject has all its layers.
+    """Builds a gradient store shard by shard, and scores with it; its subject has its layers alone.
 
-    opened: the store to score with; None to build one. memory: bytes of a block that is read.
+    full: scores exactly, with all layers of the run. opened: the store to score with; None to build
+    one. memory: bytes of a block that is read.
     Methods that build take the settings of `Attributor.build`: dim, damping, dtype and seed.
     """
 
+    full: ExactScorer
     opened: Store | None = None
     memory: int = 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the store has all layers of the run."""
+        return len(self.subject.layers) == len(self.full.subject.layers)
 
     @property
     def store(self) -> Store:
@@ -342,22 +357,26 @@ class StoreScorer(ExactScorer):
     ) -> tuple[Scored, Noise]:
         """Scores on the scale of exact ones, and their noise, by a sample of examples.
 
-        Scores, or cosines, of a query are multiplied by one number, the least-squares fit to its
-        exact ones: entries that are not stored would have added to most products.
+        Scores, or cosines, of a query are multiplied by one number, the least-squares fit to the
+        exact ones of the same layers: entries that are not stored would have added to most
+        products. The noise is the difference from exact scores of all layers.
         """
         sample, unit = self.sample(), scored.lengths is not None
-        exact = self.scores(queries, damping, block=block, mean=mean, unit=unit, numbers=sample)
-        wanted, projected = exact.comparable(), scored.comparable()[:, sample]
-        slopes = (wanted * projected).sum(1) / projected.square().sum(1).clamp_min(TINY)
+        options: dict[str, Any] = {"block": block, "mean": mean, "unit": unit, "numbers": sample}
+        exact = self.scores(queries, damping, **options).comparable()
+        projected = scored.comparable()[:, sample]
+        slopes = (exact * projected).sum(1) / projected.square().sum(1).clamp_min(TINY)
         slopes = torch.where(slopes > 0, slopes, 1.0)[:, None]
         by_layer = None if scored.by_layer is None else scored.by_layer * slopes[:, None]
         scaled = scored._replace(scores=scored.scores * slopes, by_layer=by_layer)
-        return scaled, noise(wanted, projected * slopes)
+        if not self.is_complete:
+            exact = self.full.scores(queries, damping, **options).comparable()
+        return scaled, noise(exact, projected * slopes)
 
     def chosen_dim(
         self, settings: Mapping[str, Any], queries: Sequence[Query], memory: int, block: int
     ) -> int:
-        """A small dimension whose scores agree with exact ones on a sample.
+        """A small dimension whose scores agree with exact ones of the same layers on a sample.
 
         memory: limit of the store, in bytes; block: queries of a pass of exact scores.
         """

@@ -19,6 +19,7 @@ from isokron.attribution.unroll import TrainingRun
 from isokron.curvature import Curvature
 from isokron.curvature.backward import unchanged
 from isokron.curvature.losses import Likelihood, terms_and_weights
+from isokron.curvature.selection import Selection
 from isokron.optim.functional_step import FunctionalStep
 from isokron.tasks import Batch, Task
 from isokron.training import Progress, batch_order, silent, warmup_cosine
@@ -221,6 +222,12 @@ class UnrolledScorer(ExactScorer):
         order = positions(plan, None)
         scores = torch.cat(parts).float()
         return Scored(scores, None, None, torch.cat(passes)[order].float())
+
+    def coverage(self, selection: Selection) -> dict[str, Any]:
+        """All that was trained, in whatever modules it is."""
+        covered, total = sum(x.numel() for x in self.run.params.values()), selection.total
+        summary = f"covers {covered:,} of {total:,} parameters"
+        return {"covered": covered, "total": total, "summary": summary, "left_out": []}
 
     def self_influence(self, damping: float) -> Tensor:
         raise ValueError("an unrolled run has no self-influence; take another method")

@@ -211,6 +211,10 @@ class Machine:
     device: str | None = option(
         None, "Device, such as cuda. Default: cuda if there is one.", metavar="DEVICE"
     )
+    strict: bool = option(
+        False,
+        "Refuse layers whose gradients are not those of autograd. Default: they are left out.",
+    )
     memory: float | None = option(
         None, "Memory to use, in GiB. Default: half of what is free.", min=1e-6, metavar="GIB"
     )
@@ -281,6 +285,7 @@ def open_run(
         max_side=source.max_side,
         memory=None if machine.memory is None else int(machine.memory * 2**30),
         examples=source.examples,
+        strict=machine.strict,
         source=source.given(),
         ranks=process.ranks(),
         progress=progress,

@@ -146,6 +146,8 @@ def show_scores(a: Attributor, queries: Sequence[Query], scores: Scores, most: i
             f"\nProjected scores: rank correlation {scores.noise.spearman:.2f} with exact ones on "
             f"{scores.noise.sample} examples{hint}"
         )
+        if scores.coverage["covered"] < a.selection.covered:
+            echo(f"Store: {scores.coverage['summary'].rpartition('; covers ')[2]}")
     one_by_one = len(scores) == len(queries)
     for number, top in enumerate(scores.top(most)):
         query = queries[number] if one_by_one else queries[0]

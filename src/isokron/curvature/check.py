@@ -72,7 +72,8 @@ def check_layers(
             f"no layer is left of {len(reasons)} whose gradients were compared with autograd: "
             f"{_listed(reasons)}; name other layers"
         )
-    return replace(checked, compared=len(selection.layers))
+    agreeing = sum(comparison.agrees(layer) for layer in checked.layers)
+    return replace(checked, compared=len(selection.layers), agreeing=agreeing)
 
 
 def _listed(reasons: dict[str, str]) -> str:
@@ -212,6 +213,11 @@ class Comparison(Watcher):
         """The coarsest precision in which anything of a layer was computed."""
         eps = [torch.finfo(x.dtype).eps for x in tensors if x.is_floating_point()]
         self.eps[layer.name] = max(self.eps.get(layer.name, 0.0), *eps)
+
+    def agrees(self, layer: Layer) -> bool:
+        """Whether a layer that is not left out was compared: gradients may not be finite."""
+        wanted = self.wanted.get(layer.name)
+        return wanted is None or bool(wanted.isfinite().all())
 
     def reasons(self) -> dict[str, str]:
         """Why layers are left out, by name."""

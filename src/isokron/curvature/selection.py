@@ -1,10 +1,11 @@
 """Which layers of a model have curvature, and why the others have not."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from math import prod
+from typing import Any
 
 from torch import nn
 
@@ -30,14 +31,15 @@ class LeftOut:
 class Selection:
     """Layers that have curvature, the others with reasons, and all parameters counted once.
 
-    compared: how many layers' gradients were compared with autograd, 0 if none were; those left
-    agree with it.
+    compared: how many layers' gradients were compared with autograd, 0 if none were, of which
+    `agreeing` are the same.
     """
 
     layers: list[Layer]
     left_out: list[LeftOut]
     total: int
     compared: int = 0
+    agreeing: int = 0
 
     @property
     def covered(self) -> int:
@@ -58,7 +60,7 @@ class Selection:
             for reason, group in names.items()
         ]
         left_out = f"; left out: {', '.join(groups)}" if groups else ""
-        counts = f"{len(self.layers)} of {self.compared}"
+        counts = f"{self.agreeing} of {self.compared}"
         pairs = [", ".join((x.name, *(y.name for y in x.tied))) for x in self.layers if x.tied]
         tied = f" ({' and '.join(pairs)} share a weight)" * bool(pairs)
         checked = f"gradients of {counts} layers agree with autograd; " * bool(self.compared)
@@ -70,6 +72,12 @@ class Selection:
         left_out = [LeftOut(x.name, reasons[x.name], x.parameters) for x in dropped]
         layers = [x for x in self.layers if x.name not in reasons]
         return replace(self, layers=layers, left_out=self.left_out + left_out)
+
+    def record(self) -> dict[str, Any]:
+        """What is covered, for JSON."""
+        left_out = [asdict(item) for item in self.left_out]
+        counts = {"covered": self.covered, "total": self.total}
+        return {**counts, "summary": self.summary(), "left_out": left_out}
 
 
 def find_layers(
