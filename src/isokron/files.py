@@ -56,6 +56,7 @@ def write_json(path: Path, value: Any) -> None:
 def locked(path: Path) -> Iterator[None]:
     """Held by one process at a time for work on a file; others wait. It ends with the process."""
     lock_file = _beside(path, "lock")
+    path.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         try:
             stack.enter_context(_alone(lock_file))
@@ -72,9 +73,9 @@ def locked(path: Path) -> Iterator[None]:
 
 def check_writable(folder: Path) -> None:
     """Refuse a folder that cannot be made or written, before work that would be lost."""
+    nearest = next(path for path in (folder, *folder.parents) if path.exists())
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
+        with tempfile.TemporaryFile(dir=nearest):
             pass
     except OSError as error:
         raise explained(folder, error) from None

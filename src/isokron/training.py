@@ -8,12 +8,13 @@ from typing import Protocol
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_model
+from safetensors.torch import load_model, save
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import isokron
+from isokron.files import write_atomically
 from isokron.tasks import Task
 
 
@@ -106,6 +107,15 @@ def train_(
             schedule.step()
             optimizer.zero_grad()
             progress("training", step, steps, f"loss {value:.4g}")
+
+
+def save_weights(model: nn.Module, path: Path, metadata: dict[str, str]) -> None:
+    """Write a safetensors file, as a whole; tensors that share memory are written once."""
+    tensors: dict[tuple[object, ...], tuple[str, Tensor]] = {}
+    for name, value in model.state_dict().items():
+        place = (value.data_ptr(), value.shape, value.stride()) if value.numel() else (name,)
+        tensors.setdefault(place, (name, value.detach().cpu().contiguous()))
+    write_atomically(path, [save(dict(tensors.values()), metadata)])
 
 
 def load_weights_(model: nn.Module, path: Path) -> None:

@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from isokron._version import __version__
 from isokron.attribution.fingerprint import Fingerprint
 from isokron.attribution.store import SCHEMA, read_schema
 from isokron.curvature.save import INDEX
+from isokron.digest import weights_digest
 from isokron.distributed import Ranks
 from isokron.distributed.rank_tasks import in_turn
 from isokron.files import check_free, check_same, clear_beside, locked, write_json
@@ -76,11 +78,12 @@ class RunFolder:
             check_free(self.path, RECORD, ours=[WEIGHTS])
             # other ranks must not undo what the first one has entered
             if self.leads and not has_results(self.path):
-                self.path.mkdir(parents=True, exist_ok=True)
                 with locked(self.path / RECORD):
                     self._begin(now)
-            elif self.leads and os.access(self.path, os.W_OK):
-                clear_beside(self.path / RECORD)
+            if self.leads and os.access(self.path, os.W_OK):
+                # what killed processes left
+                for name in (RECORD, WEIGHTS):
+                    clear_beside(self.path / name)
             record = read_record(self.path)
             old, new = {**record["source"], **_digests(record, now)}, {**self.source}
             check_same(self.path, "source", old, {**new, **now.digests()})
@@ -156,6 +159,19 @@ class RunFolder:
 
 def _digests(record: Mapping[str, Any], now: Fingerprint) -> dict[str, Any]:
     return {name: record["fingerprint"].get(name) for name in now.digests()}
+
+
+def check_retrained(folder: Path, model: nn.Module) -> None:
+    """Refuse weights that were trained again, and are not those that a run's results belong to."""
+    if not has_results(folder):
+        return
+    old, new = read_record(folder)["fingerprint"]["weights"], weights_digest(model)
+    if old != new:
+        raise ValueError(
+            f"{folder} has results of the weights {old}, its {WEIGHTS} is not there, and training "
+            f"it again gave {new}, as with another number of threads or on another machine; give "
+            "a new folder"
+        )
 
 
 def has_results(folder: Path) -> bool:

@@ -254,7 +254,7 @@ def attribute(
             use_store, why = False, "derivatives through the training run"
         elif scoring.refine:
             use_store, why = False, "--refine needs exact scores"
-        elif not use_store and a.folder.stage("build") is not None:
+        elif not use_store and a.folder.begun_store() is not None:
             use_store, why = True, "the run has a store"
         demanded = scoring.store is not None or rows.dim is not None
         if demanded:
@@ -271,7 +271,7 @@ def attribute(
                 try:
                     rows.build(a, resources.damping, queries)
                 except ValueError as error:
-                    if demanded or a.folder.stage("build") is not None:
+                    if demanded or a.folder.begun_store() is not None:
                         raise
                     # no store is accurate enough: score exactly instead
                     use_store, why = False, str(error)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -145,28 +144,30 @@ class Source:
 
     def load_model(self, task: Task, folder: Path, progress: Progress) -> nn.Module:
         """The model with weights from --weights, the run's folder or the task, or trained now."""
-        from safetensors import safe_open
-
         from isokron.attribution.data import spread
-        from isokron.attribution.run_folder import WEIGHTS
-        from isokron.training import load_weights_, make_model, train_
+        from isokron.attribution.run_folder import WEIGHTS, check_retrained
+        from isokron.files import locked
+        from isokron.training import load_weights_, make_model, save_weights, train_
 
-        model, path, saved = make_model(task, self.seed), folder / WEIGHTS, None
-        # settings that the weights depend on; a stopped command may have left other weights
-        names = ("task", "model", "data", "steps", "lr", "seed", "examples")
-        settings = json.dumps([getattr(self, name) for name in names])
-        if path.exists():
-            with safe_open(path, "pt") as file:
-                saved = file.metadata()["training"]
+        model, path = make_model(task, self.seed), folder / WEIGHTS
         steps = (0 if task.trained else STEPS) if self.steps is None else self.steps
         if self.weights is not None:
             load_weights_(model, Path(self.weights))
-        elif saved == settings:
-            load_weights_(model, path)
         elif steps:
-            examples = spread(len(task.train), self.examples or len(task.train))
-            train_(model, task, steps, self.lr, self.seed, progress, examples)
-            save_weights(model, path, {"training": settings})
+            # settings that the weights depend on; a stopped command may have left other weights
+            names = ("task", "model", "data", "steps", "lr", "seed", "examples")
+            settings = json.dumps([getattr(self, name) for name in names])
+            with ExitStack() as stack:
+                if recorded_training(path) != settings:
+                    # a command that is started twice trains once, and both have the same weights
+                    stack.enter_context(locked(path))
+                if recorded_training(path) == settings:
+                    load_weights_(model, path)
+                else:
+                    examples = spread(len(task.train), self.examples or len(task.train))
+                    train_(model, task, steps, self.lr, self.seed, progress, examples)
+                    check_retrained(folder, model)
+                    save_weights(model, path, {"training": settings})
         return model.eval()
 
     def training_run(self, task: Task, device: str, progress: Progress) -> TrainingRun:
@@ -247,9 +248,10 @@ def open_run(
     from isokron.attribution import Attributor
     from isokron.attribution.run_folder import RECORD, WEIGHTS, has_results, read_record
     from isokron.distributed.rank_tasks import in_turn
-    from isokron.files import check_free, check_same
+    from isokron.files import check_free, check_same, check_writable
 
     check_free(folder, RECORD, ours=[WEIGHTS])
+    is_new = not (folder / RECORD).exists()
     if source is None or (source == Source() and (folder / RECORD).exists()):
         source = recorded_source(folder)
     elif has_results(folder):
@@ -261,6 +263,8 @@ def open_run(
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"--device {device!r} cannot be used: {error}") from None
+    if is_new and process.leads():
+        check_writable(folder)  # before anything is loaded or trained
     task = source.load_task()
     most = len(task.train)
     if source.examples is not None and source.examples > most:
@@ -293,26 +297,19 @@ def open_run(
     return a if run is None else a.fit("unroll", run=run)
 
 
-def save_weights(model: nn.Module, path: Path, metadata: dict[str, str]) -> None:
-    """Write a safetensors file, renamed when it is complete; shared tensors are written once."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_model
+def recorded_training(path: Path) -> str | None:
+    """The settings by which the weights of a run were trained, None without a file."""
+    from safetensors import SafetensorError, safe_open
 
-    from isokron.files import explained
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
+    if not path.exists():
+        return None
     try:
-        save_model(model, str(temporary), metadata)
-        temporary.replace(path)
-    except (SafetensorError, OSError) as error:
-        temporary.unlink(missing_ok=True)
-        # safetensors tells the number of the system's error in its text
-        number = re.search(r"os error (\d+)", str(error))
-        cause = (
-            OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(*error.args)
-        )
-        raise explained(path, cause) from None
+        with safe_open(path, "pt") as file:
+            return str(file.metadata()["training"])
+    except (SafetensorError, OSError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} is damaged: {error}; delete it, and the same command trains the model again"
+        ) from None
 
 
 def recorded_source(folder: Path) -> Source:
