@@ -1,6 +1,7 @@
 """What capturing leaves behind, which is nothing, and what models may do meanwhile."""
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -395,3 +396,33 @@ def test_inputs_by_keyword_are_seen() -> None:
     layer, given = nn.Linear(3, CLASSES).double(), data()
     found, want = fitted(Keyword(layer), given), fitted(layer, given)
     torch.testing.assert_close(found["layer"].to_dense(), want[""].to_dense(), **EXACT)
+
+
+def test_threads_observe_models_of_their_own_and_leave_torch_as_it_was() -> None:
+    """One thread enters attention while the other is in it, and leaves it last."""
+    plain, inside, both, done = functional.linear, *(threading.Event() for _ in range(3))
+    x, found = torch.randn(2, 3, 4), {}
+
+    def observe(name: str, *steps: Callable[[], Any]) -> None:
+        model = nn.MultiheadAttention(4, 2, batch_first=True)
+        with capture(model) as events:
+            model.register_forward_pre_hook(lambda *_: [step() for step in steps] and None)
+            model(x, x, x)[0].sum().backward()
+        found[name] = [event.layer.module is model for event in events]
+
+    def first() -> None:
+        observe("first", inside.set, both.wait)
+        done.set()
+
+    def second() -> None:
+        inside.wait()
+        observe("second", both.set, done.wait)
+
+    threads = [threading.Thread(target=target) for target in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == {"first": [True] * 4, "second": [True] * 4}
+    assert functional.linear is plain
+    assert torch.backends.mha.get_fastpath_enabled()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from isokron.curvature import CrossEntropy, find_layers
+from isokron.curvature import CrossEntropy, find_layers, fit
 from isokron.curvature.backward import Passes
 from isokron.curvature.check import check_layers
 from isokron.curvature.layers import Layer
@@ -113,23 +113,60 @@ def test_weights_multiply_the_gradients_of_terms(kind: str, weighting: str) -> N
         torch.testing.assert_close(found["0"][n], want)
 
 
-@pytest.mark.parametrize("flat", [False, True])
-def test_losses_of_examples_and_of_their_tokens_are_recorded(flat: bool) -> None:
+def test_losses_of_examples_and_of_their_tokens_are_recorded() -> None:
     model, (x, targets) = network(), batch(EXAMPLES, LENGTH)
     targets[1, 2] = targets[3] = -100
     want = functional.cross_entropy(model(x).mT, targets, reduction="none").detach()
-
-    def forward(model: nn.Module, data: Any) -> tuple[Tensor, Tensor]:
-        outputs = model(data[0])
-        return (outputs.flatten(0, 1), data[1].flatten()) if flat else (outputs, data[1])
-
     layers = find_layers(model).layers
-    for loss in (CrossEntropy(forward), lambda m, d: CrossEntropy(forward)(m, d)):
+    for loss in (CrossEntropy(), lambda m, d: CrossEntropy()(m, d)):
         passes = Passes(model, [(x, targets)], loss, layers)
         passes.over(lambda layer, uses: None)
         torch.testing.assert_close(passes.losses, want.sum(1))
         assert passes.token_losses is not None
         torch.testing.assert_close(passes.token_losses, want)
+
+
+@pytest.mark.parametrize("ignored", [0, 2, LENGTH])
+def test_terms_of_unmasked_tokens_in_one_dimension_are_refused(ignored: int) -> None:
+    model, (x, targets) = network(), batch(EXAMPLES, LENGTH)
+    targets[0, :ignored] = -100  # even a multiple of the examples would be terms of others
+
+    def loss(model: nn.Module, data: Any) -> Tensor:
+        counted = data[1] != -100
+        return functional.cross_entropy(model(data[0])[counted], data[1][counted], reduction="none")
+
+    message = r"one term an example, \[N\], or terms by example, \[N, S\], got shape .* weights"
+    with pytest.raises(ValueError, match=message):
+        fit(model, [(x, targets)], loss)
+
+
+def test_no_gradient_is_added_to_a_module_outside_the_model() -> None:
+    model, before, after = network(), nn.Linear(WIDTH, WIDTH), nn.Linear(CLASSES, CLASSES)
+    before, after, data = before.double(), after.double(), batch(EXAMPLES)
+    after.bias.grad = torch.ones_like(after.bias)
+
+    def forward(model: nn.Module, data: Any) -> tuple[Tensor, Tensor]:
+        return after(model(before(data[0]))), data[1]
+
+    def own(model: nn.Module, data: Any) -> Tensor:
+        return CrossEntropy(forward)(model, data)[0]
+
+    for loss, fisher in ((own, "empirical"), (CrossEntropy(forward), "exact")):
+        selection = check_layers(model, data, loss, find_layers(model))
+        assert len(selection.layers) == 2
+        found = fit(model, [data], loss, fisher=fisher, layers="*")
+        assert all(value > 0 for value in found.trace().values())
+    outside = [*before.parameters(), *after.parameters()]
+    assert [param.grad is None for param in outside] == [True, True, True, False]
+    assert torch.equal(after.bias.grad, torch.ones_like(after.bias))
+    assert all(param.requires_grad for param in outside)
+
+
+def test_a_model_on_several_devices_is_refused() -> None:
+    model = network()
+    model[0].to("meta")
+    with pytest.raises(ValueError, match="one device, got parameters on cpu, meta; load it"):
+        fit(model, [batch(EXAMPLES)], CrossEntropy())
 
 
 def test_one_term_an_example_has_no_losses_of_tokens() -> None:
@@ -212,7 +249,7 @@ def test_batches_without_a_term_that_counts_change_no_selection() -> None:
 DEVICE = """
 import second_device, torch
 from torch import nn
-from isokron.curvature import CrossEntropy, find_layers
+from isokron.curvature import CrossEntropy, find_layers, fit
 from isokron.curvature.backward import Passes
 from isokron.curvature.check import check_layers
 

@@ -58,6 +58,7 @@ class Passes:
         weighting: str = "sqrt",
         first: int = 0,
     ) -> None:
+        check_one_device(model)
         self.model, self.batches, self.loss, self.layers = model, batches, loss, layers
         self.fisher, self.dtype, self.seed, self.first = fisher, dtype, seed, first
         self.weighting = weighting
@@ -125,10 +126,13 @@ class Passes:
 
     def _backward_passes(self, batch: Any, fold: Fold) -> None:
         # a function of its own: the graph is freed when it ends, before the next batch has one
+        outside = None
         for total, again in self._totals(batch):
             if not self.count:  # no term to start from, and maybe no example at all
                 return
-            _backward(total, again)
+            outside = leaves_of(total) if outside is None else outside
+            with frozen(outside):
+                _backward(total, again)
             # fewer gradients than uses: some were computed twice, or led nowhere
             for events in self.waiting.values():
                 self._fold(fold, events)
@@ -257,24 +261,28 @@ def _memory(rows: Tensor) -> tuple[Any, ...]:
 
 
 def _examples(weights: Tensor, batch: Any) -> int | None:
-    """How many examples a batch has. Terms of one dimension may be those of all positions: then
-    it is the size of the batch's first tensor of two dimensions, if that divides them."""
-    if weights.ndim > 1:
-        return len(weights)
-    tensors = sorted(_tensors(batch), key=lambda x: x.ndim < 2)
-    size = len(tensors[0]) if tensors else 0
-    return size if size and len(weights) % size == 0 else None
+    """How many examples a batch has: the first dimension of terms, which a part of it has too."""
+    lengths = set(_lengths(batch))
+    if lengths and len(weights) not in lengths:
+        raise ValueError(
+            "loss must return one term an example, [N], or terms by example, [N, S], got shape "
+            f"{list(weights.shape)} for a batch of tensors of length {sorted(lengths)}; where "
+            "some positions have no loss, return [N, S] terms and weights, 0 for those, in "
+            "place of the terms of the others"
+        )
+    return len(weights) if lengths or weights.ndim > 1 else None
 
 
-def _tensors(batch: Any) -> Iterator[Tensor]:
+def _lengths(batch: Any) -> Iterator[int]:
+    """Of all tensors of a batch, and of all sequences of them."""
     if isinstance(batch, Tensor):
         if batch.ndim:
-            yield batch
+            yield len(batch)
     elif isinstance(batch, Mapping):
-        yield from _tensors(list(batch.values()))
+        yield from _lengths(list(batch.values()))
     elif isinstance(batch, Sequence) and not isinstance(batch, str):
         for item in batch:
-            yield from _tensors(item)
+            yield from _lengths(item)
 
 
 def check_reached(terms: float, without: Iterable[Layer]) -> None:
@@ -339,19 +347,55 @@ def _backward(total: Tensor, again: bool = False) -> None:
     total.backward(retain_graph=again)
 
 
+def leaves_of(total: Tensor) -> list[Tensor]:
+    """Tensors that a backward pass from here adds gradients to, such as the parameters of modules
+    outside the model that the loss uses."""
+    nodes = [total.grad_fn]
+    visited = set(nodes)
+    leaves = []
+    for node in nodes:  # grows
+        if node is None:
+            continue
+        if type(node).__name__ == "AccumulateGrad":
+            leaves.append(node.variable)  # type: ignore[attr-defined]
+        following = {function for function, _ in node.next_functions} - visited
+        visited |= following
+        nodes += following
+    return leaves
+
+
+@contextmanager
+def frozen(leaves: Iterable[Tensor]) -> Iterator[None]:
+    """No gradient is added to these tensors within the context."""
+    learned = [leaf for leaf in leaves if leaf.requires_grad]
+    for leaf in learned:
+        leaf.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for leaf in learned:
+            leaf.requires_grad_(True)
+
+
+def check_one_device(model: nn.Module) -> None:
+    """Refuse a model that is spread over devices or offloaded, as device_map="auto" does."""
+    devices = sorted({str(param.device) for param in model.parameters()})
+    if len(devices) > 1 or devices == ["meta"]:
+        raise ValueError(
+            f"model must be on one device, got parameters on {', '.join(devices)}; load it "
+            "without device_map, or with a device_map of one device such as {'': 0}"
+        )
+
+
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
     """Eval mode and no gradients of parameters within the context; both are restored after it."""
     modes = [(module, module.training) for module in model.modules()]
-    learned = [param for param in model.parameters() if param.requires_grad]
     model.eval()
-    for param in learned:
-        param.requires_grad_(False)
     try:
-        yield
+        with frozen(model.parameters()):
+            yield
     finally:
-        for param in learned:
-            param.requires_grad_(True)
         # one by one: train() would set all modules below to the same mode
         for module, mode in modes:
             module.training = mode

@@ -19,7 +19,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from isokron.curvature.backward import Passes, unchanged
+from isokron.curvature.backward import Passes, frozen, leaves_of, unchanged
 from isokron.curvature.hooks import Event, Watcher, by_example
 from isokron.curvature.layers import Layer, unwrapped
 from isokron.curvature.losses import Likelihood, Loss, terms_and_weights
@@ -135,7 +135,9 @@ class Comparison(Watcher):
                 "that it uses"
             )
         if self.accumulate:
-            total.backward(retain_graph=again)
+            outside = [x for x in leaves_of(total) if all(x is not param for param in params)]
+            with frozen(outside):
+                total.backward(retain_graph=again)
         else:
             torch.autograd.grad(total, params, retain_graph=again, allow_unused=True)
 

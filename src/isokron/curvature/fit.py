@@ -50,7 +50,8 @@ def fit(
 
     Args:
         batches: any iterable; EK-FAC goes over it twice, and `ranks` need its length and slices.
-        loss: `loss(model, batch)` returns one loss a term, of any shape, or (losses, weights).
+        loss: `loss(model, batch)` returns one loss an example, [N], or by example [N, ...], or
+            (losses, weights).
         method: "kfac", "ekfac", "tkfac" or "shampoo".
         fisher: gradients of the data's labels ("empirical"), of labels drawn from the model
             ("sampled", by `seed` and the number of the batch, anew for EK-FAC's eigenvalues), or of

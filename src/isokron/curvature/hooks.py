@@ -2,6 +2,7 @@
 
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -77,7 +78,10 @@ class Watcher:
 
     def __enter__(self) -> "Watcher":
         self.register()
-        self.contexts.enter_context(_parts_called())
+        self.contexts.enter_context(FAST_PATH_OFF)
+        # importing torch._dynamo takes seconds; nothing is compiled where nobody has
+        if "torch._dynamo" in sys.modules:
+            self.contexts.enter_context(COMPILED_OFF)
         return self
 
     def register(self) -> None:
@@ -186,7 +190,7 @@ class Hook:
     parameters of its own."""
 
     def __init__(self, watcher: Watcher | None = None, layers: Sequence[Layer] = ()) -> None:
-        self.watcher, self.layers, self.contexts = watcher, list(layers), ExitStack()
+        self.watcher, self.layers = watcher, list(layers)
 
     def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs, outputs: Tensor) -> None:
         if self.watcher is None or not self.watcher.observes(module):
@@ -201,10 +205,14 @@ class Hook:
     def enter(self, module: nn.Module, args: Args) -> None:
         """Observe the products that attention or a router makes, and no others."""
         if self.watcher is not None and self.watcher.observes(module):
-            self.contexts.enter_context(Projections(self.watcher, self.layers))
+            Projections(self.watcher, self.layers).__enter__()
 
     def leave(self, module: nn.Module, args: Args, outputs: Any) -> None:
-        self.contexts.close()
+        # of this thread, where others may be in the same module
+        for projections in ACTIVE.stack[::-1]:
+            if projections.watcher is self.watcher and projections.module is module:
+                projections.__exit__()
+                return
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return type(self), ()
@@ -374,25 +382,70 @@ class Begin(torch.autograd.Function):
         return None, None
 
 
+class Everywhere:
+    """A change of the process, for all threads, undone when the last that needs it leaves."""
+
+    def __init__(self, change: Callable[[], AbstractContextManager[Any]]) -> None:
+        self.change, self.lock, self.users = change, threading.Lock(), 0
+        self.contexts = ExitStack()
+
+    def __enter__(self) -> None:
+        with self.lock:
+            if not self.users:
+                self.contexts.enter_context(self.change())
+            self.users += 1
+
+    def __exit__(self, *error: Any) -> None:
+        with self.lock:
+            self.users -= 1
+            if not self.users:
+                self.contexts.close()
+
+
 @contextmanager
-def _parts_called() -> Iterator[None]:
-    """Modules call their parts one by one: no fast path of attention, no compiled graph."""
+def _without_fast_path() -> Iterator[None]:
     before = mha.get_fastpath_enabled()
     mha.set_fastpath_enabled(False)
-    # importing torch._dynamo takes seconds; nothing is compiled where nobody has
-    compiled = "torch._dynamo" in sys.modules
-    try:
-        with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
-            yield
-    finally:
-        mha.set_fastpath_enabled(before)
+    yield
+    mha.set_fastpath_enabled(before)
+
+
+@contextmanager
+def _linear_observed() -> Iterator[None]:
+    plain = functional.linear
+
+    def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        outputs = plain(input, weight, bias)
+        for projections in ACTIVE.stack:
+            projections.called(input, weight, outputs)
+        return outputs
+
+    functional.linear = linear
+    yield
+    if functional.linear is linear:  # or what another library has put around it stays
+        functional.linear = plain
+
+
+class Active(threading.local):
+    """The attention modules and routers that this thread is in."""
+
+    def __init__(self) -> None:
+        self.stack: list[Projections] = []
+
+
+# modules call their parts one by one: no fast path of attention, no compiled graph
+FAST_PATH_OFF = Everywhere(_without_fast_path)
+COMPILED_OFF = Everywhere(lambda: torch.compiler.set_stance("force_eager"))
+LINEAR_OBSERVED = Everywhere(_linear_observed)
+ACTIVE = Active()
 
 
 class Projections:
     """Products torch.nn.functional.linear(·, weight) within one attention module or router.
 
-    It stands in for that function within its context. Inside nn.MultiheadAttention, inputs are
-    [positions, examples, d], and those of the output projection [positions · examples, d].
+    That function is observed within the context, in this thread. Inside nn.MultiheadAttention,
+    inputs are [positions, examples, d], and those of the output projection [positions · examples,
+    d].
     """
 
     def __init__(self, watcher: "Watcher", layers: list[Layer]) -> None:
@@ -401,19 +454,14 @@ class Projections:
         self.examples = 0
 
     def __enter__(self) -> None:
-        self.linear = plain = functional.linear
-
-        def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-            outputs = plain(input, weight, bias)
-            self._called(input, weight, outputs)
-            return outputs
-
-        functional.linear = linear
+        LINEAR_OBSERVED.__enter__()
+        ACTIVE.stack.append(self)
 
     def __exit__(self, *error: Any) -> None:
-        functional.linear = self.linear
+        ACTIVE.stack.remove(self)
+        LINEAR_OBSERVED.__exit__()
 
-    def _called(self, inputs: Tensor, weight: Tensor, outputs: Tensor) -> None:
+    def called(self, inputs: Tensor, weight: Tensor, outputs: Tensor) -> None:
         module = self.module
         if not isinstance(module, nn.MultiheadAttention):
             if weight is module.weight:

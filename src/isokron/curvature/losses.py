@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 Forward = Callable[[nn.Module, Any], tuple[Tensor, Tensor]]
-# (terms) or (terms, weights), both of any one shape
+# (terms) or (terms, weights), both [N] or [N, ...] of N examples
 Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor]]
 
 
