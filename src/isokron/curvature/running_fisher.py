@@ -123,6 +123,13 @@ class RunningFisher:
         if self.capacity:
             self.state["columns"] = store(self.state["columns"], storage=self.storage)
 
+    def widen_(self, like: Tensor) -> None:
+        """Follow a model that is in float64 now; columns stay as they are stored."""
+        for key, value in self.state.items():
+            wide = torch.promote_types(value.dtype, like.dtype)
+            if value.dtype is not wide and key not in (*COUNTS, "columns"):
+                self.state[key] = value.to(wide)
+
     def load_(self, entry: Mapping[str, Any], like: Tensor) -> None:
         """Take over a checkpoint, in memory of its own; {}: nothing is known yet."""
         state = {key: as_tensor(value).clone() for key, value in entry.items()}

@@ -8,6 +8,7 @@ x for evaluation; both are made from x and z alone, so going back and forth chan
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ class Averages:
         self.params = params
         self.iterate = [_wide_copy(p, group) for p in params]
         self.average = [_wide_copy(p, group) for p in params]
+        self.beta = group["average_beta"]  # of the y that parameters are
         self.weight = torch.zeros(len(params), dtype=torch.float64, device="cpu")
 
     def entry(self, i: int) -> dict[str, Tensor]:
@@ -34,24 +36,42 @@ class Averages:
 
     def before(self) -> list[Tensor | None]:
         """Where the parameters that are about to step stand now."""
+        self._follow_("train", [p.grad is not None for p in self.params])
         return [p.detach().clone() if p.grad is not None else None for p in self.params]
 
     def after_(self, before: Sequence[Tensor | None], group: Mapping[str, Any]) -> None:
         """Take the step that was made at y for a step of z, then move the average and y."""
-        beta = group["average_beta"]
+        self.beta = group["average_beta"]
         for i, old in enumerate(before):
             if old is None:
                 continue
             param, iterate, average = self.params[i], self.iterate[i], self.average[i]
             iterate.add_(param.to(iterate.dtype) - old)
             average.lerp_(iterate, self._share(i, group))
-            param.copy_(iterate.lerp(average, beta))
+            param.copy_(self._shown(i, "train"))
 
     def show_(self, mode: str, group: Mapping[str, Any]) -> None:
-        """Let the parameters be y ("train") or x ("eval")."""
-        for param, iterate, average in zip(self.params, self.iterate, self.average, strict=True):
-            shown = average if mode == "eval" else iterate.lerp(average, group["average_beta"])
-            param.copy_(shown)
+        """Let the parameters be y ("train") or x ("eval"), where they are the other."""
+        self._follow_(group["mode"], [True] * len(self.params))
+        self.beta = group["average_beta"]
+        for i, param in enumerate(self.params):
+            param.copy_(self._shown(i, mode))
+
+    def _shown(self, i: int, mode: str) -> Tensor:
+        return (
+            self.average[i] if mode == "eval" else self.iterate[i].lerp(self.average[i], self.beta)
+        )
+
+    def _follow_(self, shown: str, chosen: Sequence[bool]) -> None:
+        """Move x and z as far as parameters were moved since: weights that were loaded or edited.
+
+        Where they were not, the difference is 0, to the bit.
+        """
+        for i in compress(range(len(self.params)), chosen):
+            param, iterate = self.params[i], self.iterate[i]
+            moved = param.to(iterate.dtype) - self._shown(i, shown).to(param.dtype)
+            iterate.add_(moved)
+            self.average[i].add_(moved)
 
     def _share(self, i: int, group: Mapping[str, Any]) -> float:
         """c, the newest iterate's share of the average."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from math import isfinite
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 from isokron.distributed import local
 from isokron.optim.blocks import SMALL
 from isokron.optim.settings import param_name
+
+Form = tuple[torch.Size, torch.dtype, torch.device]
 
 
 def gradient_sums(groups: Sequence[Mapping[str, Any]], squares: bool) -> list[Tensor]:
@@ -71,6 +74,27 @@ def check_types(optimizer: str, groups: Sequence[Mapping[str, Any]]) -> None:
             raise RuntimeError(
                 f"{optimizer} does not support {kind} gradients, got one for parameter "
                 f"{param_name(group, i)}; {remedy}"
+            )
+
+
+def forms_of(params: Sequence[Tensor]) -> list[Form]:
+    """What state depends on, and `param.data = …` and `model.double()` change."""
+    return list(map(attrgetter("shape", "dtype", "device"), params))
+
+
+def check_shapes(
+    optimizer: str,
+    group: Mapping[str, Any],
+    shapes: Mapping[Tensor, torch.Size],
+    state: Mapping[Tensor, Any],
+) -> None:
+    """Refuse parameters with state whose shape is not what it was: `param.data = …` changes it."""
+    for i, param in enumerate(group["params"]):
+        shape = shapes.get(param, param.shape)
+        if param.shape != shape and state.get(param):
+            raise ValueError(
+                f"{optimizer}: parameter {param_name(group, i)} must keep its shape between steps, "
+                f"but its state is for {tuple(shape)}; make the optimizer anew"
             )
 
 

@@ -23,6 +23,7 @@ from isokron.optim.adamw_lists import CompactList, FusedList, PartList, is_quant
 from isokron.optim.averaging import Averages
 from isokron.optim.blocks import Batch, BatchRow
 from isokron.optim.flat_buffer import FlatList, small_and_large
+from isokron.optim.gradient_checks import Form, forms_of
 from isokron.optim.param_groups import gets_method
 from isokron.optim.refresh import last_common_step, staggered_shifts
 from isokron.optim.settings import layout_settings, state_dtype
@@ -103,6 +104,7 @@ class GroupLayout:
 
     Args:
         params: the group's parameters when the layout was made.
+        forms: what they were like.
         settings: the group's `layout_settings` then.
         values: the group's settings when they were last checked.
         idle: parameters that were frozen, and so have no state until they have a gradient.
@@ -114,6 +116,7 @@ class GroupLayout:
     """
 
     params: list[Tensor]
+    forms: list[Form]
     settings: dict[str, Any]
     values: dict[str, Any]
     idle: list[Tensor]
@@ -220,6 +223,7 @@ def build_layout(
     stepped = [p for p in group["params"] if p.numel() and all(p is not q for q in idle)]
     layout = GroupLayout(
         list(group["params"]),
+        forms_of(group["params"]),
         layout_settings(group, keys),
         {key: group[key] for key in keys},
         idle,

@@ -25,7 +25,7 @@ from isokron.linalg.precision import full_precision
 from isokron.optim.adamw import AdamW
 from isokron.optim.checkpoint import asks_for_state
 from isokron.optim.checkpoint_header import checked, format_of, not_finite
-from isokron.optim.gradient_checks import wide_dtype
+from isokron.optim.gradient_checks import check_shapes, wide_dtype
 from isokron.optim.natural_checks import (
     SAME,
     check_arguments,
@@ -134,6 +134,7 @@ class NaturalGradient(torch.optim.Optimizer):
         group |= {"lr_scale": 1.0, "maximize": False, "steps": 0}
         super().__init__([{"params": first}], group)
         check_not_sharded(self.param_groups[0])
+        self._shapes: dict[Tensor, torch.Size] = {param: param.shape for _, param in first}
         self._adamw: AdamW | None = None
         if for_adamw:
             self._adamw = AdamW(
@@ -253,6 +254,7 @@ class NaturalGradient(torch.optim.Optimizer):
 
     def _step(self, group: dict[str, Any]) -> None:
         """A step with the gradients and the observations there are."""
+        check_shapes("NaturalGradient", group, self._shapes, self.state)
         idle = all(p.grad is None for g in self.param_groups for p in g["params"])
         observed = {} if idle else self._observer.take()
         self._draws = 0
@@ -481,7 +483,9 @@ class NaturalGradient(torch.optim.Optimizer):
         """Make the state of all trained layers that have none."""
         for name, fisher in self._fishers.items():
             params = list(self._params[name].values())
-            if not fisher.state and any(param.requires_grad for param in params):
+            if fisher.state:
+                fisher.widen_(params[0])
+            elif any(param.requires_grad for param in params):
                 fisher.make_(params[0], self.param_groups[0]["momentum"])
 
     def _is_asked_for_state(self) -> bool:

@@ -33,7 +33,13 @@ from isokron.optim import checkpoint
 from isokron.optim.blocks import Batch, BatchStep, Copies, write_back
 from isokron.optim.checkpoint_header import format_of
 from isokron.optim.flat_buffer import FlatList
-from isokron.optim.gradient_checks import check_sums, check_types, gradient_sums
+from isokron.optim.gradient_checks import (
+    check_shapes,
+    check_sums,
+    check_types,
+    forms_of,
+    gradient_sums,
+)
 from isokron.optim.group_checks import check_changes_, check_params, check_settings_
 from isokron.optim.layout import GroupLayout, Traits, build_layout, matrices_of
 from isokron.optim.lr_transfer import scale_by_width_, scale_from_adamw_
@@ -309,6 +315,10 @@ class Preconditioned(torch.optim.Optimizer):
             if layout is not None and _holds(layout, group, checked):
                 continue
             self._join()
+            if i < len(self._layouts):
+                old = self._layouts[i]
+                shapes = {p: form[0] for p, form in zip(old.params, old.forms, strict=True)}
+                check_shapes(optimizer, group, shapes, self.state)
             layout = self.new_layout(group, self._layouts[i - 1].loads if i else None)
             if loading:
                 checkpoint.check_keys(layout, self.state, group, optimizer)
@@ -660,6 +670,7 @@ def _holds(layout: GroupLayout, group: Group, same_values: bool) -> bool:
     return (
         len(layout.params) == len(params)
         and all(map(is_, layout.params, params))
+        and forms_of(params) == layout.forms
         and (same_values or layout.fits(group))
         and all(param.grad is None for param in layout.idle)
     )
