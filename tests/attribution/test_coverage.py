@@ -18,7 +18,7 @@ LOSS = losses.CrossEntropy()
 
 def words(count: int, length: int = LENGTH) -> list[tuple[Tensor, Tensor]]:
     tokens = torch.randint(WORDS, (count, length + 1))
-    return [(row[:-1], row[1:]) for row in tokens]
+    return [(row[:-1], row[1:].clone()) for row in tokens]
 
 
 def gradients(model: nn.Module, rows: list[tuple[Tensor, Tensor]]) -> Tensor:
@@ -84,7 +84,7 @@ def test_scores_of_a_model_with_trained_biases_alone_are_those_of_its_biases(
     model, rows = language(), words(7)
     for name, param in model.named_parameters():
         param.requires_grad_(name.endswith("bias"))
-    a = Attributor(tmp_path, model, rows, loss=LOSS)
+    a = Attributor(tmp_path, model, rows, loss=LOSS).fit(None)
     trained = WIDTH + WORDS
     assert (a.selection.covered, a.selection.total) == (trained, 2 * WORDS * WIDTH + 64 + trained)
     assert "left out: 0 (embedding), 1, 3 (frozen)" in a.selection.summary()
@@ -92,7 +92,8 @@ def test_scores_of_a_model_with_trained_biases_alone_are_those_of_its_biases(
     torch.testing.assert_close(plain(a.score(rows[:2], save=False)), grads[:2] @ grads.T)
     # their curvature is a diagonal: the mean of squares
     inverse = 1 / (grads.square().sum(0) / (7 * LENGTH))
-    scores = a.fit("ekfac").score(rows[:2], damping=0.0, save=False)
+    a = Attributor(tmp_path / "ekfac", model, rows, loss=LOSS).fit("ekfac")
+    scores = a.score(rows[:2], damping=0.0, save=False)
     torch.testing.assert_close(plain(scores), grads[:2] * inverse @ grads.T)
     a.build(dim=16)
     torch.testing.assert_close(a.score(rows[:2], save=False).argsort(), scores.argsort())
@@ -129,19 +130,28 @@ def test_scores_of_a_tied_language_model_have_both_uses_of_the_weight(
         found = torch.autograd.grad((terms * weights).sum(), params)
         grads.append(torch.cat([grad.flatten() for grad in found]))
     grads = torch.stack(grads)
-    scores = a.score(rows[:2], save=False)
+    scores = a.fit(None).score(rows[:2], save=False)
     torch.testing.assert_close(plain(scores), grads[:2] @ grads.T, rtol=1e-4, atol=1e-3)
     # positions have their two uses of the weight together
     for by_number, row in zip(scores.tokens, plain(scores), strict=True):
         for number, tokens in by_number.items():
             assert len(tokens) == LENGTH
             assert sum(tokens) == pytest.approx(float(row[number]), abs=1e-3)
-    unit = a.fit().score(rows[:3], unit=True, save=False)
+    a = Attributor(tmp_path / "kfac", model, rows, loss=loss, layers=layers, **options).fit()
+    unit = a.score(rows[:3], unit=True, save=False)
     torch.testing.assert_close(plain(unit).diagonal(), torch.ones(3), rtol=0, atol=1e-3)
     if head == "skip":  # all of a row is stored
         exact = a.score(rows[:2], save=False)
         stored = a.build(dim=64).score(rows[:2], save=False)
         torch.testing.assert_close(plain(stored), plain(exact), rtol=1e-3, atol=1e-3)
+
+
+def test_gradients_are_compared_where_the_first_examples_have_no_loss(tmp_path: Path) -> None:
+    rows = words(7)
+    for _, targets in rows[:3]:
+        targets.fill_(-100)
+    a = Attributor(tmp_path, language(), rows, loss=LOSS)
+    assert a.selection.summary().startswith("gradients of 2 of 2 layers agree with autograd")
 
 
 class Scaled(nn.Linear):
@@ -156,7 +166,7 @@ def test_layers_with_another_gradient_are_left_out_or_refused(tmp_path: Path) ->
     with pytest.raises(ValueError, match=r"strict=True: gradients of 1 of 2 layers .*: 0 \("):
         Attributor(tmp_path / "strict", model, rows, loss=LOSS, strict=True)
     assert not (tmp_path / "strict").exists()
-    a = Attributor(tmp_path / "run", model, rows, loss=LOSS)
+    a = Attributor(tmp_path / "run", model, rows, loss=LOSS).fit(None)
     assert a.selection.summary().startswith(
         "gradients of 1 of 2 layers agree with autograd; covers 18 of 48 parameters; left out: 0 ("
     )

@@ -65,6 +65,11 @@ class GatedRMSNorm(nn.Module):
         return self.weight * x * scale * torch.sigmoid(x)
 
 
+class Shifted(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.bias
+
+
 class Pair(nn.Linear):
     """A subclass that returns more than its outputs."""
 
@@ -154,6 +159,7 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], str, str]] = 
         "0",
         DIFFERS,
     ),
+    "shifted": (lambda: vector(Shifted(5, 5)), vectors, "0", DIFFERS),
     "masked": (
         lambda: nn.Sequential(Masked(5, 5), nn.Linear(5, 3)),
         lambda: numbers(5),
@@ -191,7 +197,7 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], str, str]] = 
         "0",
         "'tuple' object has no attribute",
     ),
-    "a layer's weight again": (
+    "a weight again": (
         lambda: Again(False),
         lambda: numbers(8, classes=8),
         "first",
@@ -255,6 +261,16 @@ def assert_equal_gradients(model: nn.Module, batch: Any, selection: Selection) -
     by_name = dict(zip(named, grads, strict=True))
     for layer in selection.layers:
         torch.testing.assert_close(matrices[layer.name], pack(layer.layout, by_name))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["masked", "standardised", "gated", "a weight again"])
+def test_half_precision_hides_no_other_gradient(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    make, data, wrong, _ = WRONG[name]
+    model, (x, targets) = make().to(dtype), data()
+    selection = check_layers(model, (x.to(dtype), targets), LOSS, find_layers(model, "*"))
+    assert [x.name for x in selection.left_out] == [wrong]
 
 
 @pytest.mark.parametrize("kind", ["head", "linear"])
@@ -336,14 +352,14 @@ class Everything(nn.Module):
             return self.head(self.norm(y))
 
 
-HOW = ["", "checkpoint", "reentrant", "sparse", "double"]
+HOW = ["", "checkpoint", "reentrant", "sparse", "autocast", "float64", "bfloat16", "float16"]
 
 
 @pytest.mark.parametrize("how", HOW)
 def test_layers_of_all_types_agree_and_the_model_is_as_before(how: str) -> None:
     torch.manual_seed(0)
     model, batch = Everything(how).train(), words(9)
-    model = model.double() if how == "double" else model
+    model = model.to(getattr(torch, how)) if "float" in how else model
     model.norm.requires_grad_(False)
     model.mix.weight.grad = torch.ones_like(model.mix.weight)
     grad, before = model.mix.weight.grad, copy.deepcopy(model.state_dict())

@@ -117,8 +117,12 @@ class Attributor:
         train_set, loss, ids, lengths = with_task(task, train_set, loss, ids, lengths)
         self.data = Data(train_set, collate, batch_size, lengths, ids, examples)
         on = next(model.parameters()).device
-        two = to_device(self.data.batch(range(min(2, len(self.data)))), on)
-        self.selection = check_layers(model, two, loss, selection, strict=strict)
+        count = len(self.data)
+        for first in range(0, min(16, count), 2):
+            two = to_device(self.data.batch(range(first, min(first + 2, count))), on)
+            self.selection = check_layers(model, two, loss, selection, strict=strict)
+            if self.selection.compared:  # the first ones may have no loss that counts
+                break
         chosen = self.selection.layers
         # for a large head, gradients are stored instead of their covariance
         self.lowrank = [x.name for x in chosen if x.kind == "dense" and x.shape[1] > max_side]
@@ -178,7 +182,8 @@ class Attributor:
             return self
         if method is None or method == "none":
             self._enter_fit({"method": "none"})
-            return self
+            with self.folder.finish("fit", {"method": "none"}):
+                return self
         settings: dict[str, Any] = {"method": method, "fisher": fisher, "sharing": sharing}
         for name, choices in (("method", METHODS), ("fisher", FISHERS), ("sharing", SHARINGS)):
             if settings[name] not in choices:
