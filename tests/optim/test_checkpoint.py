@@ -260,6 +260,10 @@ def test_natural_gradient_finds_layers_by_name() -> None:
     go(twin, loaded, range(3, 6))
     for name, param in model.named_parameters():
         torch.testing.assert_close(param, twin.get_parameter(name))
+    state = saved(optimizer)
+    state["state"][0]["input"][0, 0, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"'q\.weight': 'input' has NaN"):
+        loaded.load_state_dict(state)
     with pytest.raises(ValueError, match="fisher must be 'empirical', as in the checkpoint"):
         isokron.NaturalGradient(twin, fisher="exact").load_state_dict(saved(optimizer))
 
@@ -426,6 +430,34 @@ def test_an_entry_without_a_tensor_or_with_another_is_refused(case: Case) -> Non
         with pytest.raises(ValueError, match=rf"'square\.weight': '({key}|ema)'"):
             optimizer.step()
         entry.pop("ema", None)
+
+
+@pytest.mark.xfail(strict=True, reason="a moment that is switched on later counts its own steps")
+@pytest.mark.parametrize(
+    ("make", "settings", "change"),
+    [
+        (isokron.Preconditioned, {"lr": 1.0}, {"momentum": 0.9}),
+        (isokron.Shampoo, {"graft": None, "weight_decay": 0.0}, {"graft": "adam"}),
+    ],
+)
+def test_a_moment_that_is_switched_on_later_has_the_length_of_one_from_the_start(
+    make: Any, settings: dict[str, Any], change: dict[str, Any]
+) -> None:
+    """With one gradient in all steps."""
+    grad = torch.randn(8, 8)
+
+    def lengths(before: int, **given: Any) -> Tensor:
+        weight = nn.Parameter(torch.zeros(8, 8))
+        optimizer = make([{"params": [weight], "route": "method", **given}], **settings)
+        for step in range(before + 3):
+            if step == before:
+                optimizer.param_groups[0].update(change)
+                old = weight.detach().clone()
+            weight.grad = grad.clone()
+            optimizer.step()
+        return (weight.detach() - old).norm()
+
+    torch.testing.assert_close(lengths(50), lengths(0, **change), rtol=0.05, atol=0)
 
 
 class Block(nn.Module):

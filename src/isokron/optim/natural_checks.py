@@ -28,6 +28,8 @@ CHOICES = {
 SAME = ("fisher", "policy", "rho", "t_max", "store")
 UNEQUAL = 1e-4  # by how much norms of equal gradients may differ, on unlike machines
 Groups = Sequence[Mapping[str, Any]]
+# by parameter: the entry of `optimizer.state`, and what was in it
+Shown = Mapping[Tensor, tuple[Mapping[str, Any], Mapping[str, Any]]]
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
@@ -60,6 +62,18 @@ def check_same(group: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"NaturalGradient: {name} must be {saved[name]!r}, as in the checkpoint, got "
                 f"{name}={group[name]!r}; make the optimizer anew with what was saved"
+            )
+
+
+def check_shown(state: Mapping[Tensor, Any], shown: Shown) -> None:
+    """Refuse changes of `optimizer.state` other than in place, which would be lost."""
+    for param, (entry, tensors) in shown.items():
+        same = state.get(param) is entry and entry.keys() == tensors.keys()
+        if not (same and all(entry[key] is value for key, value in tensors.items())):
+            raise RuntimeError(
+                "NaturalGradient: optimizer.state shows the curvature of layers, and entries of it "
+                "cannot be deleted or replaced; write into their tensors, or make the optimizer "
+                f"anew (the parameter has shape {tuple(param.shape)})"
             )
 
 

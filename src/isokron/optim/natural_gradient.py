@@ -28,9 +28,11 @@ from isokron.optim.checkpoint_header import checked, format_of, not_finite
 from isokron.optim.gradient_checks import check_shapes, wide_dtype
 from isokron.optim.natural_checks import (
     SAME,
+    Shown,
     check_arguments,
     check_not_sharded,
     check_same,
+    check_shown,
     choose_layers,
     compare_ranks,
     find_problem,
@@ -150,6 +152,7 @@ class NaturalGradient(torch.optim.Optimizer):
         self._scaler_scale: float | None = None
         self._expected: float | Tensor | None = None  # change of the loss in the last step
         self._draws = 0  # calls of `observe` in this step
+        self._shown: Shown = {}
         # of the last step: ‖update/lr‖² and elements; None: not recorded, see `statistics`
         self._update: tuple[Tensor, int] | None = None
         # the observer does not refer to the optimizer, so that deleting that removes the hooks
@@ -242,6 +245,8 @@ class NaturalGradient(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step; `closure` clears the gradients, computes the loss and calls backward()."""
         group, loss = self.param_groups[0], None
+        check_arguments({**self._arguments, **group})
+        check_shown(self.state, self._shown)
         if closure is None and self._is_asked_for_state():
             return None
         if closure is not None:
@@ -472,6 +477,7 @@ class NaturalGradient(torch.optim.Optimizer):
         self.state.update(entries)
         if self._adamw is not None:
             self.state.update(self._adamw.state)
+        self._shown = {param: (entry, dict(entry)) for param, entry in self.state.items()}
 
     def _home(self, name: str) -> tuple[Tensor, str]:
         """The parameter under which a layer's state is shown, and the prefix of its keys."""
@@ -520,21 +526,29 @@ class NaturalGradient(torch.optim.Optimizer):
         groups, state = state_dict["param_groups"], state_dict["state"]
         check_same(current[0], groups[0])
         check_arguments(self._arguments | groups[0])
-        keys = dict(zip(self.param_groups[0]["params"], groups[0]["params"], strict=True))
-        for name, fisher in self._fishers.items():
-            fisher.method = self._observer.fold.methods[name] = groups[0]["method"]
-            first, prefix = self._home(name)
-            entry = state.get(keys[first], {})
-            fisher.load_(
-                {k.removeprefix(prefix): v for k, v in entry.items() if k.startswith(prefix)}, first
-            )
-        self.param_groups[0].update({k: v for k, v in groups[0].items() if k != "params"})
+        keys = dict(zip(current[0]["params"], groups[0]["params"], strict=True))
+        before = {name: (fisher.state, fisher.method) for name, fisher in self._fishers.items()}
+        methods = self._observer.fold.methods
+        try:
+            for name, fisher in self._fishers.items():
+                fisher.method = methods[name] = groups[0]["method"]
+                first, prefix = self._home(name)
+                entry = state.get(keys[first], {})
+                part = {k.removeprefix(prefix): v for k, v in entry.items() if k.startswith(prefix)}
+                fisher.load_(part, first)
+            if self._adamw is not None:
+                numbers = dict(enumerate(groups[1]["params"]))
+                entries = {i: state[key] for i, key in numbers.items() if key in state}
+                group = {**groups[1], "params": list(numbers)}
+                self._adamw.load_state_dict({"state": entries, "param_groups": [group]})
+        except Exception:
+            for name, (old, method) in before.items():
+                self._fishers[name].state, self._fishers[name].method = old, method
+                methods[name] = method
+            raise
+        current[0].update({k: v for k, v in groups[0].items() if k != "params"})
         if self._adamw is not None:
-            numbers = dict(enumerate(groups[1]["params"]))
-            part = {i: state[key] for i, key in numbers.items() if key in state}
-            group = {**groups[1], "params": list(numbers)}
-            self._adamw.load_state_dict({"state": part, "param_groups": [group]})
-            self.param_groups[1] = self._adamw.param_groups[0]
+            current[1] = self._adamw.param_groups[0]
         self._observer.forget()
         self.state.clear()
         self._show()
