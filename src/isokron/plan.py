@@ -7,7 +7,7 @@ and the state of the others are counted, and blocks get their owners as in a rea
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain, islice
+from itertools import islice
 from math import prod
 from typing import Any, NamedTuple
 
@@ -26,7 +26,9 @@ from isokron.optim.blocks import BatchRow
 from isokron.optim.layout import GroupLayout, waves_of
 from isokron.optim.preconditioned import Group, Preconditioned
 from isokron.optim.refresh import staggered_shifts
+from isokron.optim.settings import refresh_delay
 from isokron.report.render import finite
+from isokron.step_schedule import BatchWork, span
 
 # Later turns are counted as the first ones again, which bounds the memory of a plan.
 MAX_TURNS = 1000
@@ -75,7 +77,8 @@ class RankCosts(NamedTuple):
 
     `state`: bytes. `sent`: bytes a step, NaN if unknown. `blocks`: how many the rank owns.
     `decompositions`, `products`: flops of refreshes a step, by the turn in which blocks are
-    refreshed; without turns, in row 0. [T, R]
+    refreshed; without turns, in row 0. [T, R] `decomposition_span`, `product_span`: flops after
+    which a step has all of them, by turn, as ranks wait for each other. [T]
     """
 
     state: np.ndarray
@@ -83,6 +86,8 @@ class RankCosts(NamedTuple):
     blocks: np.ndarray
     decompositions: np.ndarray
     products: np.ndarray
+    decomposition_span: np.ndarray
+    product_span: np.ndarray
 
 
 def plan(optimizer: torch.optim.Optimizer, layout: RankLayout) -> RankCosts:
@@ -90,7 +95,8 @@ def plan(optimizer: torch.optim.Optimizer, layout: RankLayout) -> RankCosts:
     state, sent, blocks = np.zeros((3, layout.size), dtype=np.int64)
     staggered = [g["every"] for g in optimizer.param_groups if g.get("refresh") == "staggered"]
     turns = min(max(staggered, default=1), MAX_TURNS)
-    costs = RankCosts(state, sent, blocks, *np.zeros((2, turns, layout.size)))
+    work, spans = np.zeros((2, turns, layout.size)), np.zeros((2, turns))
+    costs = RankCosts(state, sent, blocks, *work, *spans)
     costs.sent[:] = sent_by_reduce(AGREEMENT_BYTES, layout.ranks)
     if isinstance(optimizer, NaturalGradient):
         return _natural_gradient(costs, optimizer, layout)
@@ -137,6 +143,7 @@ def _natural_gradient(costs: RankCosts, optimizer: Any, layout: RankLayout) -> R
     owners = assign(flops, range(len(flops)), [0.0] * layout.size)
     np.add.at(costs.decompositions[0], owners, np.divide(flops, optimizer.param_groups[0]["every"]))
     np.add.at(costs.blocks, owners, 1)
+    costs.decomposition_span[:] = costs.decompositions.max(1)
     return costs._replace(sent=np.full(layout.size, np.nan))
 
 
@@ -169,7 +176,11 @@ def _add_blocks(
     assigned = np.array(assign(work_costs.tolist(), keys or range(len(work_costs)), loads))
     owners = dict(zip(rows, np.split(assigned, np.cumsum(counts)[:-1]), strict=True))
     batches = {_kind(batch.rows[0], layout): batch for batch in sample.batches}
-    refreshes = costs.decompositions if work == "eigen" else costs.products
+    eigen = work == "eigen"
+    refreshes = costs.decompositions if eigen else costs.products
+    spans = costs.decomposition_span if eigen else costs.product_span
+    added = np.zeros_like(refreshes)
+    flops: dict[Kind, float] = {}
     turns: dict[Kind, list[int]] = {kind: [] for kind in rows}
     if group["refresh"] == "staggered":
         shifts = staggered_shifts([kind[0] for kind in sequence], group, work)
@@ -180,23 +191,33 @@ def _add_blocks(
         owned = np.bincount(owner, minlength=layout.size)
         costs.blocks[:] += owned
         costs.state[:] += owned * (state_bytes(batch.saved()) // len(batch.rows))
+        turns[kind] = turns[kind] or [0] * len(owner)
+        flops[kind] = 0.0
         if batch.refreshes or work == "polar":
-            flops = refresh_cost(shape, group, work) / group["every"]
-            turn = np.array(turns[kind]) if turns[kind] else np.zeros_like(owner)
-            np.add.at(refreshes, (turn, owner), flops)
+            flops[kind] = refresh_cost(shape, group, work) / group["every"]
+        np.add.at(added, (np.array(turns[kind]), owner), flops[kind])
         if sharded:
             l2 = group["weight_decay"] and group["decay"] == "l2"  # parameters are sent too
             there = (layout.communication or dtype).itemsize * (2 if l2 else 1)
             back = (layout.communication or batch.dtype).itemsize
             costs.sent[:] += back * prod(shape) * owned
             costs.sent[:] += _sent_to_owners(parts[kind], owner, there, back)
-    queues = {kind: iter(owner.tolist()) for kind, owner in owners.items()}
-    for batch_rows in chain.from_iterable(waves_of(rows, group, by_layer, work)):
-        kind = _kind(batch_rows[0], layout)
-        if not kind[2]:
-            owner_ranks = islice(queues[kind], len(batch_rows))
-            size = (layout.communication or batches[kind].dtype).itemsize * prod(kind[0])
-            costs.sent[:] += directions_traffic(owner_ranks, size, layout.size)
+    refreshes += added
+    queues = {
+        kind: iter(list(zip(owner, turns[kind], strict=True))) for kind, owner in owners.items()
+    }
+    waves = []
+    for wave in waves_of(rows, group, by_layer, work):
+        waves.append(list[BatchWork]())
+        for batch_rows in wave:
+            kind = _kind(batch_rows[0], layout)
+            owner, turn = np.array(list(islice(queues[kind], len(batch_rows)))).T
+            waves[-1].append(BatchWork(owner, turn, flops[kind]))
+            if not kind[2]:
+                size = (layout.communication or batches[kind].dtype).itemsize * prod(kind[0])
+                costs.sent[:] += directions_traffic(owner.tolist(), size, layout.size)
+    delayed = refresh_delay(group) > 0  # on a thread: no step waits for them
+    spans += added.max(1) if delayed else span(waves, *added.shape)
 
 
 def _sent_to_owners(
@@ -302,9 +323,10 @@ def report(
         refresh = costs.decompositions / speed.decompositions + costs.products / speed.products
         for key, values in (("state", costs.state), ("sent", costs.sent)):
             row |= {f"{key}_mean": values.mean().item(), f"{key}_worst": values.max().item()}
-        # in every turn all ranks wait for the slowest one
+        path = costs.decomposition_span / speed.decompositions
+        path += costs.product_span / speed.products
         row["refresh_mean"] = refresh.sum(0).mean().item()
-        row["refresh_worst"] = refresh.max(1).sum().item()
+        row["refresh_step"] = path.sum().item()
         row["of_adamw"] = row["state_worst"] / adamw.state.max().item()
         row["owners"] = int(np.count_nonzero(costs.blocks)) * (layout.ranks // layout.size)
         rows.append(row)

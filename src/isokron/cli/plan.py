@@ -40,8 +40,9 @@ HELD = {
 NOTES = (
     "state: bytes that the optimizer keeps, mean and worst over ranks; of AdamW: the worst as a "
     "share of the first line. sent: bytes that a rank sends in a step, besides the reduction of "
-    "gradients; ? is unknown. refresh: time a step of new operators (Muon: of polar factors), "
-    "averaged over the steps between refreshes. owners: ranks that own blocks; the others wait."
+    "gradients; ? is unknown. refresh: time of new operators (Muon: of polar factors), averaged "
+    "over the steps between refreshes: mean work of a rank, and how long a step takes for them, in "
+    "which ranks wait for each other. owners: ranks that own blocks; the others wait."
 )
 
 
@@ -100,7 +101,7 @@ def show(planned: Mapping[str, Any]) -> None:
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
     table.add_column("optimizer", no_wrap=True)
-    for name in ("state", "worst", "of AdamW", "sent", "worst", "refresh", "worst", "owners"):
+    for name in ("state", "worst", "of AdamW", "sent", "worst", "refresh", "a step", "owners"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in planned["optimizers"]:
         table.add_row(
@@ -108,7 +109,7 @@ def show(planned: Mapping[str, Any]) -> None:
             *(in_units(row[key], BYTES) for key in ("state_mean", "state_worst")),
             f"{100 * row['of_adamw']:.3g} %",
             *(in_units(row[key], BYTES) for key in ("sent_mean", "sent_worst")),
-            *(in_units(row[key], SECONDS) for key in ("refresh_mean", "refresh_worst")),
+            *(in_units(row[key], SECONDS) for key in ("refresh_mean", "refresh_step")),
             f"{row['owners']:,}" if row["owners"] else printable("–"),
         )
     console, rates = output(WIDTH, log=WIDTH), [planned["product_flops"], planned["eigh_flops"]]
