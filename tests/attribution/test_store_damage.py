@@ -3,23 +3,25 @@
 import json
 import logging
 import os
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from small_store import begin, build, contents, fill
+from small_store import WIDTH, begin, build, contents, fill
 
-from isokron.attribution.store import Store
+from isokron.attribution.store import Store, checksum
 
 SHARD = "shard-00001.safetensors"
 AGAIN = "run the same build command again"
 REBUILD = r"build again \(isokron build\) to write this shard anew"
 
 
-def flip(path: Path, place: int) -> None:
+def flip(path: Path, place: int, bit: int = 1) -> None:
     content = bytearray(path.read_bytes())
-    content[place] ^= 1
+    content[place] ^= bit
     path.write_bytes(content)
 
 
@@ -44,6 +46,68 @@ def test_every_flipped_bit_is_found_when_all_bytes_are_verified(tmp_path: Path) 
         assert [span.number for span in begin(tmp_path).missing()] == [1]
         flip(path, place)
     Store.open(tmp_path, verify=True)
+
+
+def result_or_error(reader: Callable[[], object]) -> str:
+    try:
+        return str(reader())
+    except ValueError as error:
+        return str(error)
+
+
+def test_bytes_that_changed_are_found_while_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # two rows have a checksum together, and four are read at a time, or one
+    monkeypatch.setattr("isokron.attribution.store.CHECKED", 2 * WIDTH * 4)
+    store = build(tmp_path)
+    readers: list[Callable[[], object]] = [
+        lambda: [list(store.blocks(rows * WIDTH * 4)) for rows in (1, 4)],
+        lambda: store.extra("loss"),
+        store.ids,
+    ]
+    path, right = tmp_path / SHARD, [reader() for reader in readers]
+    assert [len(block) for block in store.blocks(WIDTH * 4)] == [1] * 10
+    for place in range(0, path.stat().st_size, 3):
+        flip(path, place, bit=0x40)
+        for reader, before in zip(readers, right, strict=True):
+            text = result_or_error(reader)
+            refusal = re.search(f"{SHARD} is damaged: .*; {REBUILD}", text)
+            assert refusal or text == str(before), place
+        # a shard is opened before it is read
+        with pytest.raises(ValueError, match=f"{SHARD} (is damaged|belongs to)"):
+            Store.open(tmp_path, verify=True)
+        flip(path, place, bit=0x40)
+    assert str([reader() for reader in readers]) == str(right)
+
+
+def test_the_part_that_changed_is_found_in_any_dtype_and_width(tmp_path: Path) -> None:
+    for dtype in ("float32", "bfloat16", "float16"):
+        for width in (1, 3, 127, 400):
+            folder = tmp_path / f"{dtype}-{width}"
+            store = build(folder, columns={"fc": width}, dtype=dtype)
+            rows = torch.cat(list(store.blocks(10**6)))
+            path = folder / SHARD
+            content = path.read_bytes()
+            start = content.index(rows[4:8].view(torch.uint8).numpy().tobytes())
+            flip(path, start + 2 * width)
+            with pytest.raises(ValueError, match="the checksum of its gradients differs"):
+                list(store.blocks(10**6))
+
+
+def test_a_checksum_depends_on_every_bit_and_on_the_order_of_sectors() -> None:
+    rows = torch.randn(9, 333)
+    before = checksum(rows)
+    assert checksum(rows.clone()) == before
+    content = rows.view(torch.uint8).view(-1)
+    for place in range(0, len(content), 7):
+        content[place] ^= 1 << place % 8
+        assert checksum(rows) != before
+        content[place] ^= 1 << place % 8
+    assert checksum(rows) == before
+    swapped = content.clone()
+    swapped[:512], swapped[512:1024] = content[512:1024], content[:512]
+    assert checksum(swapped) != before == checksum(content)
 
 
 def test_a_shard_of_another_store_or_place_is_found_out(tmp_path: Path) -> None:

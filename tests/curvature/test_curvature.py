@@ -5,7 +5,9 @@ import json
 import math
 import os
 import signal
+import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import forked
-from isokron.curvature import CrossEntropy, Curvature, fit, planned_bytes, side_damping
+from isokron.curvature import CrossEntropy, Curvature, fit, planned_bytes, save, side_damping
 from isokron.curvature.layers import pack
 from isokron.curvature.selection import find_layers
 
@@ -351,3 +353,52 @@ def test_inverses_with_a_bounded_condition_number_are_the_dense_ones(
         torch.testing.assert_close(inverse[name].to_dense()[0], wanted, rtol=1e-7, atol=1e-9)
         assert report[name]["clipped"] == pytest.approx(float(clipped))
         assert report[name]["condition_after"] <= 50 * (1 + 1e-9)
+
+
+def test_two_writers_do_not_remove_each_others_factors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, data = problem()
+    one, other = (fit(model, data, LOSS) for _ in range(2))
+    for layer in other.layers.values():
+        for value in layer.statistics.values():
+            value.mul_(1 + 1e-6)  # as of another order of summation
+    write, begun, finished = save.write_atomically, threading.Event(), threading.Event()
+
+    def delayed(path: Path, parts: Iterable[bytes | memoryview]) -> None:
+        if threading.current_thread().name == "other" and path.name == save.INDEX:
+            begun.set()
+            finished.wait(0.3)  # in vain: one writer waits for the other
+        write(path, parts)
+
+    monkeypatch.setattr(save, "write_atomically", delayed)
+    thread = threading.Thread(target=other.save, args=(tmp_path,), name="other")
+    thread.start()
+    assert begun.wait(20)
+    one.save(tmp_path)
+    finished.set()
+    thread.join()
+    Curvature.load(tmp_path, model)
+    assert sorted(path.name for path in tmp_path.glob(".*")) == []
+
+
+def test_curvature_of_another_model_is_refused(tmp_path: Path) -> None:
+    model, data = problem()
+    fit(model, data, LOSS).save(tmp_path)
+    Curvature.load(tmp_path, model)
+    with torch.no_grad():
+        next(model.parameters()).mul_(2)
+    with pytest.raises(
+        ValueError, match=r"fitted to a model with the weights \w+, .* has \w+; fit"
+    ):
+        Curvature.load(tmp_path, model)
+    Curvature.load(tmp_path)
+
+
+def test_an_index_of_an_older_format_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    model, data = problem()
+    fit(model, data, LOSS).save(tmp_path)
+    path = tmp_path / save.INDEX
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 4}))
+    with pytest.raises(ValueError, match=r"has format 4 .* reads 5; delete the folder and run"):
+        Curvature.load(tmp_path, model)
