@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from math import prod, sqrt
+from operator import is_
 from typing import Any
 
 import torch
@@ -137,6 +138,13 @@ class GroupLayout:
         self.shown.update(self.entries())
         self.shown_tensors[:] = chain.from_iterable(map(dict.values, self.shown.values()))
         return self.shown
+
+    def is_shown(self, state: Mapping[Tensor, Any]) -> bool:
+        """Whether the state has the entries that were shown, with the tensors they had."""
+        entries = map(state.get, self.shown)
+        tensors = chain.from_iterable(map(dict.values, self.shown.values()))
+        same = all(map(is_, entries, self.shown.values()))
+        return same and all(map(is_, tensors, self.shown_tensors))
 
     @property
     def batches(self) -> list[Batch]:

@@ -103,6 +103,7 @@ class Preconditioned(torch.optim.Optimizer):
         self.traits = traits or Traits()
         self.skipped_steps = 0
         self._layouts: list[GroupLayout] = []
+        self._shown: tuple[list[dict[str, Tensor]], list[Tensor]] = [], []
         self._agreement = StepAgreement()
         self._refresher = Refresher()
         super().__init__(params, {**SHARED, "format": format_of(type(self)), "lr": lr, **settings})
@@ -303,10 +304,10 @@ class Preconditioned(torch.optim.Optimizer):
     def _current_layouts(self, loading: bool = False) -> list[GroupLayout]:
         """A layout for every group, made anew where parameters or settings have changed."""
         del self._layouts[len(self.param_groups) :]
-        optimizer = type(self).__name__
+        optimizer, shown = type(self).__name__, self._is_shown()
         for i, group in enumerate(self.param_groups):
             layout = self._layouts[i] if i < len(self._layouts) else None
-            if layout is not None and not _is_shown(layout, self.state):
+            if not shown and layout is not None and not layout.is_shown(self.state):
                 # what was deleted from the state starts afresh, and what was replaced counts
                 checkpoint.check_keys(layout, self.state, group, optimizer)
                 layout = None
@@ -325,7 +326,20 @@ class Preconditioned(torch.optim.Optimizer):
             checkpoint.load_(layout, self.state, group, optimizer)
             self._layouts[i : i + 1] = [layout]
             self._show(layout)
+        if not shown:
+            self._note_shown()
         return self._layouts
+
+    def _is_shown(self) -> bool:
+        """Whether `optimizer.state` is as it was left: its entries, and the tensors in them."""
+        # in their order, because to look tensors up takes as long as to step small ones
+        entries, tensors = self._shown
+        same = len(self.state) == len(entries) and all(map(is_, self.state.values(), entries))
+        return same and all(map(is_, chain.from_iterable(map(dict.values, entries)), tensors))
+
+    def _note_shown(self) -> None:
+        entries = list(self.state.values())
+        self._shown = entries, list(chain.from_iterable(map(dict.values, entries)))
 
     def new_layout(self, group: Group, loads: Any) -> GroupLayout:
         spectral = group["route"] == "spectral"  # polar factors are of whole matrices
@@ -634,7 +648,7 @@ class Preconditioned(torch.optim.Optimizer):
         failed = state.pop("_failed", None)
         super().__setstate__(state)
         self.defaults.pop("differentiable", None)  # torch adds it; no group here has a use for it
-        self._layouts = []
+        self._layouts, self._shown = [], ([], [])
         if failed is not None:  # a copy; a loaded state leaves the counts as they are
             self._refresher = Refresher(failed)
             self._agreement = StepAgreement()
@@ -654,14 +668,6 @@ class Preconditioned(torch.optim.Optimizer):
 def _has_values(layout: GroupLayout, group: Group) -> bool:
     """Whether no setting was assigned since they were checked."""
     return all(map(is_, map(group.get, layout.values), layout.values.values()))
-
-
-def _is_shown(layout: GroupLayout, state: Mapping[Tensor, Any]) -> bool:
-    """Whether the state has the entries that it was shown in, with the tensors they had."""
-    shown = layout.shown
-    tensors = chain.from_iterable(map(dict.values, shown.values()))
-    same = all(map(is_, map(state.get, shown), shown.values()))
-    return same and all(map(is_, tensors, layout.shown_tensors))
 
 
 def _holds(layout: GroupLayout, group: Group, same_values: bool) -> bool:
