@@ -96,6 +96,24 @@ def test_a_gradient_too_large_to_be_squared_is_left_out_where_it_is_squared(kind
 
 
 @every
+def test_a_vector_whose_square_overflows_is_left_out_and_moves_on(kind: str) -> None:
+    """By itself Adam's second moment would be infinite, and its updates 0 for good."""
+    transform, update = compiled(kind)
+    _, state = update(tree(1) | {"bias": tree(1)["bias"] * 1e20}, transform.init(tree()))
+    squares = kind not in ("quad", "skew")  # which step vectors themselves
+    np.testing.assert_array_equal(state.skipped, [squares, 0, 0, 0])
+    updates, state = update(tree(2), state)
+    assert np.abs(updates["bias"]).min() > 1e-3
+
+
+def test_a_matrix_whose_square_overflows_is_left_out_where_grafting_squares_it() -> None:
+    transform = isokron.jax.scale_by_muon(graft="adam", stacked=STACKED)
+    huge = tree(1) | {"w": tree(1)["w"] * 1e20}
+    _, state = transform.update(huge, transform.init(tree()))
+    np.testing.assert_array_equal(state.skipped, [0, 0, 0, 1])
+
+
+@every
 @pytest.mark.parametrize("size", [0.0, 1e-30, 1e-10, 1.0, 1e15])
 def test_gradients_of_any_size_keep_everything_finite(kind: str, size: float) -> None:
     """Steps are of about one length, too, where ε = 1e-8 is small beside the gradients."""

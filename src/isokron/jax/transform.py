@@ -173,7 +173,8 @@ def _step(
     grads, scatter = jax.vjp(gather, place.replicate(leaves))
     grads = place.spread(grads)
     adam_grads = {i: g.astype(dtype) for i, g in enumerate(leaves) if i not in layout.stepped}
-    finite = _finite_layers(grads, adam_grads, layout, method.squares)
+    squares = method.squares or settings["graft"] not in (None, "sgd")
+    finite = _finite_layers(grads, adam_grads, layout, squares)
     skipped = state.skipped + ~finite
     # bias corrections do not count steps without a finite gradient
     steps = jnp.maximum(count - skipped, 1).astype(dtype)
@@ -226,17 +227,18 @@ def _step_blocks(
 def _finite_layers(
     grads: Arrays, adam_grads: dict[int, jax.Array], layout: TreeLayout, squares: bool
 ) -> jax.Array:
-    """Whether the gradient, and its squares if the method uses them, are finite. [layers]"""
+    """Whether the gradient is finite, and its squares, which Adam and some methods use. [layers]"""
 
-    def broken(x: jax.Array, lead: int = 1) -> jax.Array:
+    def broken(x: jax.Array, squares: bool, lead: int = 1) -> jax.Array:
         axes = tuple(range(lead, x.ndim))
         size = jnp.sum(x * x, axis=axes) if squares else jnp.max(jnp.abs(x), axis=axes, initial=0)
         return (~jnp.isfinite(size)).astype(jnp.int32)
 
     replicate = layout.place.replicate
-    count = layout.reduced(replicate({name: broken(x) for name, x in grads.items()}), "add")
+    of_blocks = {name: broken(x, squares) for name, x in grads.items()}
+    count = layout.reduced(replicate(of_blocks), "add")
     for number, grad in adam_grads.items():
-        of_leaf = replicate(broken(grad, len(layout.leads[number])))
+        of_leaf = replicate(broken(grad, True, len(layout.leads[number])))
         count = count.at[layout.layers[number]].set(of_leaf.reshape(-1))
     return count == 0
 

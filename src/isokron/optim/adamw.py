@@ -170,8 +170,8 @@ class AdamW(Preconditioned):
             }
             for group in self.param_groups
         ]
-        sums = on_host(gradient_sums(averaged, squares=False))
-        return check_sums(type(self).__name__, averaged, False, sums)
+        sums = on_host(gradient_sums(averaged))
+        return check_sums(type(self).__name__, averaged, self._squares, sums)
 
     def _hand_over(self, buckets: GradientBuckets) -> None:
         """Let every list of parameters take its gradients from the buckets."""

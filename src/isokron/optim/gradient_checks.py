@@ -1,6 +1,6 @@
 """Checks of gradients before a step changes anything: types, NaN, infinity and overflow."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
 from operator import attrgetter
 from typing import Any
@@ -12,38 +12,48 @@ from isokron.distributed import local
 from isokron.optim.blocks import SMALL
 from isokron.optim.settings import param_name
 
+Group = Mapping[str, Any]
+FLOAT16_ROOT = 255.9  # its square is almost the largest number in float16
 Form = tuple[torch.Size, torch.dtype, torch.device]
 
 
-def gradient_sums(groups: Sequence[Mapping[str, Any]], squares: bool) -> list[Tensor]:
-    """Sums over each gradient that has to be finite: NaN and infinity make a sum non-finite.
+Squares = Callable[[Any, Group], bool]  # (param, group) → whether its gradient is squared
 
-    `squares`: sums of squares, because a gradient that overflows when squared breaks statistics.
+
+def gradient_sums(groups: Sequence[Group]) -> list[Tensor]:
+    """Numbers of each gradient that are finite if it is, and if its squares are.
+
+    Sums of squares, which take no longer than sums; only what is squared must have a finite one.
     """
-    checked = [group for group in groups if group["nonfinite"] != "ignore"]
     # small gradients of one shape are stacked, because launches and syncs take most of the time
     equal: dict[tuple[Any, ...], list[Tensor]] = {}
-    for grad in (p.grad for group in checked for p in group["params"]):
-        if grad is not None:
-            part = grad if type(grad) is Tensor else local(grad)
-            equal.setdefault((part.shape, part.dtype, part.device), []).append(part)
-    tensors: list[Tensor] = []
-    for grads in equal.values():
+    for group in groups:
+        if group["nonfinite"] == "ignore":
+            continue
+        narrow = _has_narrow_state(group)
+        for grad in (p.grad for p in group["params"]):
+            if grad is not None:
+                part = grad if type(grad) is Tensor else local(grad)
+                form = (part.shape, part.dtype, part.device, narrow)
+                equal.setdefault(form, []).append(part)
+    sums: list[Tensor] = []
+    for (_, dtype, _, narrow), grads in equal.items():
         together = len(grads) > 1 and grads[0].numel() <= SMALL
-        tensors += [torch.stack(grads)] if together else grads
-    return [_sum_of_squares(x) if squares else x.sum(dtype=wide_dtype(x)) for x in tensors]
+        tensors = [torch.stack(grads)] if together else grads
+        sums += map(_largest if narrow and dtype is torch.float16 else _size, tensors)
+    return sums
 
 
 def check_sums(
     optimizer: str,
-    groups: Sequence[Mapping[str, Any]],
-    squares: bool,
+    groups: Sequence[Group],
+    squares: Squares,
     sums: Sequence[Sequence[float]],
 ) -> str | None:
     """Raise, or return why to skip the step, if `gradient_sums` are not finite; None: step."""
     if all(isfinite(value) for values in sums for value in values):
         return None
-    # the sum of finite numbers may overflow too, so check the gradients themselves
+    # squares may overflow that nobody needs, so look at the gradients themselves
     for mode in ("raise", "skip"):
         wrong = _what_is_wrong([group for group in groups if group["nonfinite"] == mode], squares)
         if wrong and mode == "raise":
@@ -84,7 +94,7 @@ def forms_of(params: Sequence[Tensor]) -> list[Form]:
 
 def check_shapes(
     optimizer: str,
-    group: Mapping[str, Any],
+    group: Group,
     shapes: Mapping[Tensor, torch.Size],
     state: Mapping[Tensor, Any],
 ) -> None:
@@ -103,12 +113,28 @@ def wide_dtype(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def _sum_of_squares(grad: Tensor) -> Tensor:
-    flat = grad.reshape(-1).to(wide_dtype(grad))
-    return torch.dot(flat, flat)
+def _size(grad: Tensor) -> Tensor:
+    """Σg² in float32, or ‖g‖ of half precision, which takes no copy; infinite where g² overflow."""
+    flat = grad.reshape(-1)
+    if flat.dtype is wide_dtype(flat):
+        return torch.dot(flat, flat)
+    return torch.linalg.vector_norm(flat, dtype=wide_dtype(flat))
 
 
-def _what_is_wrong(groups: Sequence[Mapping[str, Any]], squares: bool) -> str:
+def _largest(grad: Tensor) -> Tensor:
+    """max |g| of float16, as an infinite number where its square overflows in float16."""
+    if not grad.numel():
+        return grad.new_zeros(())
+    largest = grad.abs().amax().float()
+    return torch.where(largest <= FLOAT16_ROOT, largest, largest * torch.inf)
+
+
+def _has_narrow_state(group: Group) -> bool:
+    """Whether moments are in the dtype of the gradients."""
+    return group.get("state_dtype", torch.float32) is None
+
+
+def _what_is_wrong(groups: Sequence[Group], squares: Squares) -> str:
     """Which gradients are not finite or too large, by name."""
     nonfinite, huge = [], []
     for group in groups:
@@ -116,10 +142,13 @@ def _what_is_wrong(groups: Sequence[Mapping[str, Any]], squares: bool) -> str:
             if param.grad is None:
                 continue
             grad = local(param.grad)
+            narrow = _has_narrow_state(group) and grad.dtype is torch.float16
             if not bool(grad.isfinite().all()):
                 nonfinite.append(param_name(group, i))
-            elif squares and not bool(_sum_of_squares(grad).isfinite()):
-                huge.append(param_name(group, i))
+            elif squares(param, group) and not bool(
+                (_largest if narrow else _size)(grad).isfinite()
+            ):
+                huge.append(f"{param_name(group, i)} ({float(grad.abs().max()):.3g})")
     texts = []
     if nonfinite:
         texts.append(f"non-finite gradient of parameter {', '.join(nonfinite)}")

@@ -113,6 +113,11 @@ def choose_layers(model: nn.Module, patterns: list[str] | None, head: str) -> li
     return layers
 
 
+def _squares(param: Tensor, group: Mapping[str, Any]) -> bool:
+    """AdamW squares gradients, and the length of a step is that of ⟨V, M̂⟩."""
+    return True
+
+
 def find_problem(groups: Groups, observed: Mapping[str, Sums]) -> str | None:
     """Why to skip a step, or None; raises unless nonfinite is "skip". One device sync."""
     check_types("NaturalGradient", groups)
@@ -123,9 +128,9 @@ def find_problem(groups: Groups, observed: Mapping[str, Sums]) -> str | None:
     layers = {name: [x for x in sums.tensors() if x.ndim] for name, sums in observed.items()}
     tensors = [x for values in layers.values() for x in values]
     # NaN and infinity make a sum non-finite, and one sync reads all sums
-    grad_sums = gradient_sums(groups, squares=False)
+    grad_sums = gradient_sums(groups)
     totals = on_host([*grad_sums, *(x.sum(dtype=wide_dtype(x)) for x in tensors)])
-    if problem := check_sums("NaturalGradient", groups, False, totals[: len(grad_sums)]):
+    if problem := check_sums("NaturalGradient", groups, _squares, totals[: len(grad_sums)]):
         return problem
     if all(math.isfinite(total) for (total,) in totals[len(grad_sums) :]):
         return None

@@ -198,8 +198,7 @@ class Preconditioned(torch.optim.Optimizer):
         """
         optimizer, groups, refresher = type(self).__name__, self.param_groups, self._refresher
         check_types(optimizer, groups)
-        squares = self.traits.squares
-        sums = gradient_sums(groups, squares)
+        sums = gradient_sums(groups)
         norms = self._agreement.norms(groups) if self._agreement.ranks else []
         outcomes = [outcome.flags for outcome in refresher.unread]
         values = on_host([*sums, *norms, *outcomes])
@@ -207,7 +206,12 @@ class Preconditioned(torch.optim.Optimizer):
         self._agreement.length = hypot(*(length for of_device in lengths for length in of_device))
         refresher.read_outcomes(optimizer, values[len(sums) + len(norms) :])
         refresher.raise_error()
-        return check_sums(optimizer, groups, squares, values[: len(sums)])
+        return check_sums(optimizer, groups, self._squares, values[: len(sums)])
+
+    def _squares(self, param: Tensor, group: Group) -> bool:
+        """Whether a second moment, of the method, of grafting or of AdamW, squares a gradient."""
+        squares = self.traits.squares or group["graft"] not in (None, "sgd")
+        return squares or not self.traits.takes(param, group)
 
     def _step_blocks(self, layout: GroupLayout, group: Group) -> None:
         """One step of all that the method takes, a wave of batches at a time."""
