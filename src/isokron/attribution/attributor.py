@@ -1,6 +1,5 @@
 """Training-data attribution for a trained model: fit curvature, score queries, write a page."""
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from isokron.attribution.arguments import check_folder, suggest_keywords, with_task
 from isokron.attribution.data import Data, Subject, show_example, spread, to_device
 from isokron.attribution.fingerprint import Fingerprints
+from isokron.attribution.fit_stage import FitStage, check_fit
 from isokron.attribution.memory import Budget, MemoryPlan
 from isokron.attribution.queries import Query, as_queries
 from isokron.attribution.refinement import RefinedScorer
@@ -32,10 +32,7 @@ from isokron.attribution.unroll import TrainingRun
 from isokron.curvature import Curvature, find_layers
 from isokron.curvature import fit as fit_curvature
 from isokron.curvature.check import check_layers
-from isokron.curvature.fit import FISHERS, METHODS, SHARINGS
 from isokron.curvature.losses import Likelihood, Loss
-from isokron.curvature.optimizer_state import curvature_from_optimizer, read_checkpoint
-from isokron.digest import hash_of
 from isokron.distributed import Ranks
 from isokron.files import check_same
 from isokron.report.attribution import write_report
@@ -129,11 +126,11 @@ class Attributor:
         self.subject = Subject(model, chosen, loss, self.data, on, ranks, progress)
         self.budget = Budget(self.subject, self.lowrank, memory)
         self.exact = ExactScorer(self.subject, self.inverse)
-        self._inverses: dict[float, Curvature] = {}
         self.fingerprints = Fingerprints(self.subject)
         origin: dict[str, Any] = {"given": self.source, "layers": self.patterns, "head": head}
         origin |= {"max_side": max_side, "examples": len(self.data)}
         self.folder = RunFolder(Path(folder), origin, self.fingerprints.now(), ranks)
+        self.fit_stage = FitStage(self.subject, self.folder, self.fingerprints)
 
     def _claim(self) -> None:
         """Refuse results in the folder if the model was trained on since they were computed."""
@@ -172,33 +169,16 @@ class Attributor:
             raise ValueError("run is for fit('unroll', run=…) alone; leave it out")
         self._claim()
         if optimizer is not None:
-            return self._take_curvature(optimizer)
-        if method == "unroll":
-            limit = self.budget.limit
-            scorer = UnrolledScorer.checked(subject, self.inverse, self.task, run, limit)
-            self._enter_fit({"method": "unroll"})
-            with self.folder.finish("fit", {"method": "unroll"}):
-                self.exact = scorer
+            self.memory_plan("ekfac").check()
+            self._forget()
+            self.fit_stage.from_optimizer(optimizer)
             return self
-        if method is None or method == "none":
-            self._enter_fit({"method": "none"})
-            with self.folder.finish("fit", {"method": "none"}):
-                return self
+        if method in (None, "none", "unroll"):
+            self._fit_nothing(method or "none", run)
+            return self
         settings: dict[str, Any] = {"method": method, "fisher": fisher, "sharing": sharing}
-        for name, choices in (("method", METHODS), ("fisher", FISHERS), ("sharing", SHARINGS)):
-            if settings[name] not in choices:
-                raise ValueError(f"{name} must be one of {choices}, got {settings[name]!r}")
-        count = len(self.data) if examples is None else examples
-        if not 1 <= count <= len(self.data):
-            raise ValueError(
-                f"examples to fit must be from 1 to the {len(self.data)} of the run, got {examples}"
-            )
-        numbers = spread(len(self.data), count)
-        if fisher != "empirical" and not isinstance(subject.loss, Likelihood):
-            raise ValueError(
-                f"fisher {fisher!r} needs a loss that knows its distribution, such as "
-                "isokron.losses.CrossEntropy(), or a task with logits; use 'empirical'"
-            )
+        check_fit({**settings, "examples": examples}, len(self.data), subject.loss)
+        numbers = spread(len(self.data), examples or len(self.data))
         self.budget.check_head(numbers)
         self.memory_plan(method).check()
         compute = partial(
@@ -212,94 +192,43 @@ class Attributor:
             ranks=subject.ranks,
             **settings,
         )
-        return self._fitted({**settings, "examples": examples, "seed": seed}, compute)
-
-    def _take_curvature(self, optimizer: Any) -> Self:
-        """The curvature that an optimizer has kept, without a pass over the data."""
-        self.memory_plan("ekfac").check()
-        path = Path(optimizer) if isinstance(optimizer, str | Path) else None
-        saved = optimizer if path is None else read_checkpoint(path)
-        curvature, origin = curvature_from_optimizer(self.subject.model, self.subject.layers, saved)
-        statistics = {name: layer.statistics for name, layer in curvature.layers.items()}
-        settings: dict[str, Any] = {"method": origin.method, "fisher": "empirical"}
-        settings["optimizer"] = {"name": origin.name, "step": origin.step}
-        settings["optimizer"]["digest"] = hash_of(statistics)[:16]
-        earlier = self.folder.stage("fit") or {}
-        if earlier.get("optimizer") == settings["optimizer"]:
-            settings = earlier  # the checkpoint may be in another place now
-        elif path is not None:
-            settings["checkpoint"] = str(path.resolve())
-        return self._fitted(settings, lambda: curvature)
-
-    def _enter_fit(self, settings: Mapping[str, Any]) -> None:
-        self.folder.check_stage("fit", settings)
-        # cached values may belong to an earlier call
-        self.exact = ExactScorer(self.subject, self.inverse)
-        self.__dict__.pop("curvature", None)
-        self.__dict__.pop("store", None)
-        self._inverses.clear()
-
-    def _fitted(self, settings: Mapping[str, Any], compute: Callable[[], Curvature]) -> Self:
-        self._enter_fit(settings)
-        if self.folder.stage("fit") is None or not self._is_fitted():
-            curvature, is_saved = compute(), True
-            curvature.fingerprint = self.folder.fingerprint
-            with self.folder.finish("fit", settings) as is_recorded:
-                if self.folder.leads:
-                    # another process may have been faster, with other rounding errors
-                    is_saved = is_recorded and self.folder.has_curvature()
-                    if not is_saved:
-                        curvature.save(self.folder.curvature)
-            if not (self.folder.leads and is_saved):
-                self.curvature = curvature
+        self._forget()
+        self.fit_stage.run({**settings, "examples": examples, "seed": seed}, compute)
         return self
+
+    def _fit_nothing(self, method: str, run: TrainingRun | None) -> None:
+        """Enter a method without curvature: "none" or "unroll"."""
+        scorer, limit = ExactScorer(self.subject, self.inverse), self.budget.limit
+        if method == "unroll":
+            scorer = UnrolledScorer.checked(self.subject, self.inverse, self.task, run, limit)
+        self.fit_stage.enter({"method": method})
+        self._forget()
+        with self.folder.finish("fit", {"method": method}):
+            self.exact = scorer
+
+    def _forget(self) -> None:
+        """Cached values may belong to an earlier fit."""
+        self.exact = ExactScorer(self.subject, self.inverse)
+        self.__dict__.pop("store", None)
 
     @property
     def is_unrolled(self) -> bool:
         """Whether scores are derivatives through the training run."""
-        return (self.folder.stage("fit") or {}).get("method") == "unroll"
+        return self.fit_stage.method == "unroll"
 
-    def _is_fitted(self) -> bool:
-        fitted = self.folder.has_curvature()
-        if self.subject.ranks is not None:
-            self.subject.ranks.agree("whether the curvature is there", fitted)
-        return fitted
-
-    @cached_property
+    @property
     def curvature(self) -> Curvature | None:
         """The result of `fit`. None after `fit(None)` or without it: H is then the identity."""
-        stage = self.folder.stage("fit")
-        if stage is None:
-            warnings.warn(
-                "fit() was not called: H is the identity, and scores are products of gradients; "
-                "call fit() for curvature, or fit(None) to score without",
-                stacklevel=3,  # a cached property is called by functools
+        if self.is_unrolled and not isinstance(self.exact, UnrolledScorer):
+            raise ValueError(
+                f"scores of {self.folder.path} are derivatives through a training run, which "
+                "is not saved; call fit('unroll', run=…) first"
             )
-        if stage is None or stage["method"] == "none":
-            return None
-        if self.is_unrolled:
-            if not isinstance(self.exact, UnrolledScorer):
-                raise ValueError(
-                    f"scores of {self.folder.path} are derivatives through a training run, which "
-                    "is not saved; call fit('unroll', run=…) first"
-                )
-            return None
-        if not self._is_fitted():
-            path = self.folder.path
-            raise ValueError(f"the curvature of {path} is not finished; run: isokron fit {path}")
-        curvature = Curvature.load(self.folder.curvature, self.subject.model)
-        path = self.folder.curvature
-        self.fingerprints.now().check(path, "curvature", curvature.fingerprint)
-        return curvature
+        return self.fit_stage.curvature
 
     def inverse(self, damping: float = DAMPING) -> Curvature | None:
         """H⁻¹, damped by `damping` of each layer's mean eigenvalue."""
-        if self.curvature is None:
-            return None
-        # Cholesky factors take no longer to compute than to read from disk
-        if damping not in self._inverses:
-            self._inverses[damping] = self.curvature.damped_inverse(damping)
-        return self._inverses[damping]
+        return None if self.curvature is None else self.fit_stage.inverse(damping)
 
     def memory_plan(
         self, method: str | None = None, queries: Sequence[Query] = (), *, refine: int = 0

@@ -23,6 +23,7 @@ from isokron.digest import weights_digest
 from isokron.files import check_same
 
 LAYERS = 4  # whose gradients are measured
+SEARCHED = 16  # examples of which the first two with a loss are measured
 LARGEST = 2**24  # parameters of such a layer, if there are smaller ones
 TOLERANCE = 1e-3  # relative
 ROUNDING = 16  # the same as a multiple of the machine epsilon, for half precision
@@ -126,11 +127,14 @@ def measured_loss(subject: Subject) -> tuple[Numbers, float]:
         earlier = squares[layer.name]
         squares[layer.name] = length if len(earlier) != len(length) else earlier + length
 
-    numbers = range(min(2, len(subject.data)))
-    few = replace(subject, layers=layers)
-    passes = gradient_passes(few, [subject.batch(numbers)])
+    few, count = replace(subject, layers=layers), len(subject.data)
     with _Precision(layers) as precision:
-        passes.over(fold, check=False)
+        for first in range(0, min(SEARCHED, count), 2):
+            batch = subject.batch(range(first, min(first + 2, count)))
+            passes = gradient_passes(few, [batch])
+            passes.over(fold, check=False)
+            if passes.count:  # the first ones may have no loss that counts
+                break
     record = {LOSSES: _numbers(passes.losses)}
     record |= {
         f"gradient norms of {name!r}": _numbers(square.clamp_min(0).sqrt())
