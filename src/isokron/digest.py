@@ -92,7 +92,8 @@ def _parts(value: Any) -> tuple[str, list[Any]]:
     if isinstance(value, Mapping):
         return "mapping", [part for item in value.items() for part in item]
     if isinstance(value, tuple | list):
-        return "sequence", list(value)
+        # subclasses may have fields
+        return "sequence", [*value, *([vars(value)] if getattr(value, "__dict__", None) else [])]
     if isinstance(value, set | frozenset):
         return "set", sorted(hash_of(part) for part in value)
     if isinstance(value, torch.Generator):
@@ -135,19 +136,31 @@ def _fields(value: Any) -> list[Any]:
     return [arguments, state, *(None if part is None else list(part) for part in items)]
 
 
+def class_code(value: Any) -> Any:
+    """The source of a class and what its methods use; other values as they are."""
+    if not isinstance(value, type):
+        return value
+    methods = [part for part in vars(value).values() if isinstance(part, types.FunctionType)]
+    return [value, _source(value), *(list(_globals(method)) for method in methods)]
+
+
 def _code(function: types.FunctionType) -> Iterator[Any]:
     """The source of a function, and the values and functions beside it that it uses."""
     code = function.__code__
     bytecode = code.co_code, [const for const in code.co_consts if isinstance(const, PLAIN)]
-    # this library's own is known by its name, which its versions share
-    if not str(function.__module__).startswith("isokron."):
+    if not _is_ours(function):
         yield _source(function) or bytecode
     yield function.__defaults__
     yield function.__kwdefaults__
     for cell in function.__closure__ or ():
         with suppress(ValueError):  # not assigned yet
             yield cell.cell_contents
-    for name in sorted(_global_names(code) & function.__globals__.keys()):
+    yield from _globals(function)
+
+
+def _globals(function: types.FunctionType) -> Iterator[Any]:
+    """Names and values of its file's constants, functions and classes that a function uses."""
+    for name in sorted(_global_names(function.__code__) & function.__globals__.keys()):
         value = function.__globals__[name]
         # functions and classes of other files are those of a library
         near = getattr(value, "__module__", None) == function.__module__
@@ -159,12 +172,18 @@ def _code(function: types.FunctionType) -> Iterator[Any]:
             yield name, value
 
 
-def _source(value: Any) -> str:
-    with suppress(OSError, TypeError):
-        return inspect.getsource(value)
-    return ""
-
-
 def _global_names(code: types.CodeType) -> set[str]:
     inner = [const for const in code.co_consts if isinstance(const, types.CodeType)]
     return set(code.co_names).union(*map(_global_names, inner))
+
+
+def _source(value: Any) -> str:
+    if not _is_ours(value):
+        with suppress(OSError, TypeError):
+            return inspect.getsource(value)
+    return ""
+
+
+def _is_ours(value: Any) -> bool:
+    """Whether a function or class is this library's, and known by its name in all versions."""
+    return str(value.__module__).startswith("isokron.")

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import isokron
+from isokron.digest import class_code, hash_of
 from isokron.files import write_atomically
 from isokron.tasks import Task
 
@@ -53,6 +54,11 @@ def digest(tensors: Iterable[Tensor]) -> str:
     for tensor in tensors:
         sha.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return sha.hexdigest()[:16]
+
+
+def task_digest(task: Task) -> str:
+    """A hash of what a task's model is trained on: data, code of model and loss, batch size."""
+    return hash_of((class_code(task.model), task.loss, task.batch_size, task.train.tensors))[:16]
 
 
 def make_model(task: Task, seed: int) -> nn.Module:

@@ -62,6 +62,23 @@ def test_weights_that_were_cut_off_are_named_with_the_remedy(called: Call, tmp_p
     assert weights.read_bytes() == before
 
 
+def test_weights_of_a_task_file_that_was_changed_are_trained_again(
+    called: Call, tmp_path: Path
+) -> None:
+    file, text = tmp_path / "mine.py", LETTERS.read_text()
+    options = ["--task", f"{file}:task", "--steps", "3"]
+    changes = [("", ""), ("# a note\n", ""), ("manual_seed(0)", "manual_seed(5)")]
+    changes += [(".tanh()", ".relu()"), (".mean(1)", ".sum(1)")]
+    for old, new in changes:
+        file.write_text("# a note\n" + text.replace(old, new) if old else "# a note\n" + text)
+        for name in ("run", f"new {new}"):
+            # stopped before any result: the memory is too small
+            result = called("fit", name, *options, "--memory", "1e-5")
+            refused(result, 2, "does not fit; give more memory")
+        again, straight = (tmp_path / name / "weights.safetensors" for name in ("run", name))
+        assert again.read_bytes() == straight.read_bytes(), (old, new)
+
+
 def test_weights_of_results_are_not_replaced_by_others(called: Call, tmp_path: Path) -> None:
     assert called("attribute", "run", *TASK, *QUERY).returncode == 0
     run = tmp_path / "run"

@@ -30,7 +30,7 @@ from isokron.attribution.queries import Query
 from isokron.digest import hash_of
 from isokron.files import check_same, write_json
 from isokron.tasks import Batch, Examples, Shown, Task
-from isokron.training import Progress, digest, silent
+from isokron.training import Progress, digest, silent, task_digest
 
 if TYPE_CHECKING:
     from isokron.attribution.attributor import Attributor
@@ -156,8 +156,7 @@ def retrain(
 def training_digest(train: Train, task: Task) -> str:
     """A hash of the code and the settings of a training function, and of its task and data."""
     try:
-        parts = (train, task.model, task.loss, task.batch_size, task.train.tensors)
-        return hash_of(parts)[:16]
+        return hash_of((train, task_digest(task)))[:16]
     except TypeError as error:
         raise ValueError(
             f"train cannot be told from another training function: {error}; or give "

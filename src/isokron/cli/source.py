@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -145,9 +145,15 @@ class Source:
     def load_model(self, task: Task, folder: Path, progress: Progress) -> nn.Module:
         """The model with weights from --weights, the run's folder or the task, or trained now."""
         from isokron.attribution.data import spread
-        from isokron.attribution.run_folder import WEIGHTS, check_retrained
+        from isokron.attribution.run_folder import WEIGHTS, check_retrained, has_results
         from isokron.files import locked
-        from isokron.training import load_weights_, make_model, save_weights, train_
+        from isokron.training import (
+            load_weights_,
+            make_model,
+            save_weights,
+            task_digest,
+            train_,
+        )
 
         model, path = make_model(task, self.seed), folder / WEIGHTS
         steps = (0 if task.trained else STEPS) if self.steps is None else self.steps
@@ -156,18 +162,22 @@ class Source:
         elif steps:
             # settings that the weights depend on; a stopped command may have left other weights
             names = ("task", "model", "data", "steps", "lr", "seed", "examples")
-            settings = json.dumps([getattr(self, name) for name in names])
+            settings, code = [getattr(self, name) for name in names], []
+            with suppress(TypeError):  # a task of objects without content is known by its name
+                code = [task_digest(task)]
+            # results are compared with what the task does
+            wanted = settings if has_results(folder) else settings + code
             with ExitStack() as stack:
-                if recorded_training(path) != settings:
+                if not is_trained(path, wanted):
                     # a command that is started twice trains once, and both have the same weights
                     stack.enter_context(locked(path))
-                if recorded_training(path) == settings:
+                if is_trained(path, wanted):
                     load_weights_(model, path)
                 else:
                     examples = spread(len(task.train), self.examples or len(task.train))
                     train_(model, task, steps, self.lr, self.seed, progress, examples)
                     check_retrained(folder, model)
-                    save_weights(model, path, {"training": settings})
+                    save_weights(model, path, {"training": json.dumps(settings + code)})
         return model.eval()
 
     def training_run(self, task: Task, device: str, progress: Progress) -> TrainingRun:
@@ -297,16 +307,17 @@ def open_run(
     return a if run is None else a.fit("unroll", run=run)
 
 
-def recorded_training(path: Path) -> str | None:
-    """The settings by which the weights of a run were trained, None without a file."""
+def is_trained(path: Path, settings: list[Any]) -> bool:
+    """Whether the weights of a run are there, and were trained with these settings."""
     from safetensors import SafetensorError, safe_open
 
     if not path.exists():
-        return None
+        return False
     try:
         with safe_open(path, "pt") as file:
-            return str(file.metadata()["training"])
-    except (SafetensorError, OSError, KeyError, TypeError) as error:
+            recorded = json.loads(file.metadata()["training"])
+            return bool(recorded[: len(settings)] == settings)
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path} is damaged: {error}; delete it, and the same command trains the model again"
         ) from None
