@@ -170,6 +170,16 @@ def test_random_augmentation_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_random_loss_is_told_as_such(tmp_path: Path) -> None:
+    def noisy(model: nn.Module, batch: Any) -> Tensor:
+        return cross_entropy(model, batch) * (1 + torch.rand(()))
+
+    model = network()
+    run(tmp_path, model, loss=noisy).fit()
+    with pytest.raises(ValueError, match=r"loss must be the same whenever .* deterministic"):
+        run(tmp_path, model, loss=noisy)
+
+
 CALLS: dict[str, Callable[[Attributor], Any]] = {
     "fit": lambda a: a.fit(),
     "build": lambda a: a.build(dim=4),

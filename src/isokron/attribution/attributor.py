@@ -16,7 +16,7 @@ from isokron.attribution.fit_stage import FitStage, check_fit
 from isokron.attribution.memory import Budget, MemoryPlan
 from isokron.attribution.queries import Query, as_queries
 from isokron.attribution.refinement import RefinedScorer
-from isokron.attribution.results import Explanation, Scores, check_finite, token_table
+from isokron.attribution.results import Explanation, Scores, check_finite, default_name, token_table
 from isokron.attribution.run_folder import RunFolder
 from isokron.attribution.scorers import (
     DAMPING,
@@ -129,12 +129,8 @@ class Attributor:
         self.fingerprints = Fingerprints(self.subject)
         origin: dict[str, Any] = {"given": self.source, "layers": self.patterns, "head": head}
         origin |= {"max_side": max_side, "examples": len(self.data)}
-        self.folder = RunFolder(Path(folder), origin, self.fingerprints.now(), ranks)
+        self.folder = RunFolder(Path(folder), origin, self.fingerprints, ranks)
         self.fit_stage = FitStage(self.subject, self.folder, self.fingerprints)
-
-    def _claim(self) -> None:
-        """Refuse results in the folder if the model was trained on since they were computed."""
-        self.folder.claim(self.fingerprints.now())
 
     def fit(
         self,
@@ -167,7 +163,7 @@ class Attributor:
         subject = self.subject
         if run is not None and (method != "unroll" or optimizer is not None):
             raise ValueError("run is for fit('unroll', run=…) alone; leave it out")
-        self._claim()
+        self.folder.claim()
         if optimizer is not None:
             self.memory_plan("ekfac").check()
             self._forget()
@@ -272,7 +268,7 @@ class Attributor:
             raise ValueError(f"{self.folder.path} is unrolled and has no gradients to store")
         settings: dict[str, Any] = {"dim": dim, "damping": damping, "dtype": dtype, "seed": seed}
         check_build(settings)
-        self._claim()
+        self.folder.claim()
         limit, scorer = self.budget.limit, self._store_scorer()
         asked = [] if queries is None else self.queries(queries)
         plan = self.memory_plan(queries=asked)
@@ -309,7 +305,7 @@ class Attributor:
         store, path = Store.open(self.folder.gradients), self.folder.gradients
         stored, wanted = dict(store.schema.settings), self._recorded(settings)
         wanted.pop("fingerprint")
-        self.fingerprints.now().check(path, "store", stored.pop("fingerprint", {}))
+        self.fingerprints.check(path, "store", stored.pop("fingerprint", {}))
         check_same(path, "store", stored, wanted)
         return store
 
@@ -356,12 +352,14 @@ class Attributor:
         settings |= {"top": top, "verify": verify, "refine": refine, "store": use_store}
         settings["damping"] = damping
         check_settings({**settings, "name": name})
-        self._claim()
+        self.folder.claim()
         asked, exact = self.queries(queries), self._exact_scorer(refine)
         settled, scorer = exact.settled(settings), exact
         if use_store:
             scorer = self._store_scorer(self.store)
             settled = scorer.settled(settings)
+        if save and name is None:  # before any work, since queries may have no digest
+            name = default_name(asked, settled)
         plan = self.memory_plan(queries=asked, refine=refine)
         scored, noise = scorer.answer(asked, settled, plan)
         check_finite(scored.scores, asked, self.data.ids)
@@ -379,6 +377,7 @@ class Attributor:
             result.by_layer = scored.by_layer
         if save:
             assert scored.losses is not None
+            assert name is not None
             explanation = Explanation(self, asked, result, settled, scored.losses, exact)
             result.answers = explanation.write(name)
         return result
@@ -387,7 +386,7 @@ class Attributor:
         """The same, if the model has not been trained on by then."""
 
         def checked() -> Any:
-            self._claim()
+            self.folder.claim()
             return compute()
 
         return checked
@@ -413,7 +412,7 @@ class Attributor:
 
     def projected_scores(self, queries: Sequence[Query], dim: int, **settings: Any) -> Tensor:
         """Scores [Q, N] as a store with these settings of `build` would give them."""
-        self._claim()
+        self.folder.claim()
         settings = {"seed": 0, "damping": DAMPING, **settings, "dim": dim}
         return self._store_scorer().computed_scores(settings, queries, range(len(self.data)))
 
@@ -423,7 +422,7 @@ class Attributor:
         They are read from a store that has all layers, or with store=True of those it has;
         otherwise it takes a pass.
         """
-        self._claim()
+        self.folder.claim()
         built = self.folder.stage("build") is not None
         if store or (store is None and built and self._store_scorer().is_complete):
             self._store_scorer(self.store).settled({"damping": damping})

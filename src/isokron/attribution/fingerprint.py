@@ -55,20 +55,6 @@ class Fingerprint:
     def digests(self) -> dict[str, Any]:
         return {"weights": self.weights, "data": self.data}
 
-    def check(self, path: Path, what: str, recorded: Mapping[str, Any]) -> None:
-        """Refuse a record of another fingerprint."""
-        old = {name: recorded.get(name) for name in self.digests()}
-        check_same(path, what, old, self.digests())
-        self.check_loss(path, recorded)
-
-    def check_loss(self, path: Path, recorded: Mapping[str, Any]) -> None:
-        """Refuse a record of another loss, collate function or model code."""
-        if wrong := self.loss_differences(recorded):
-            raise ValueError(
-                f"{path} has another loss, collate function or model code, by the first examples: "
-                f"{'; '.join(wrong[:3])}; give a new folder"
-            )
-
     def loss_differences(self, recorded: Mapping[str, Any]) -> list[str]:
         """The numbers that differ by more than rounding, each with both values."""
         old: Numbers = recorded.get("loss") or {}
@@ -115,6 +101,29 @@ class Fingerprints:
             numbers, tolerance = measured_loss(self.subject)
             self.latest = Fingerprint(weights, self.data, numbers, tolerance)
         return self.latest
+
+    def check(self, path: Path, what: str, recorded: Mapping[str, Any]) -> None:
+        """Refuse a record of another fingerprint."""
+        now = self.now()
+        old = {name: recorded.get(name) for name in now.digests()}
+        check_same(path, what, old, now.digests())
+        self.check_loss(path, recorded)
+
+    def check_loss(self, path: Path, recorded: Mapping[str, Any]) -> None:
+        """Refuse a record of another loss, collate function or model code."""
+        now = self.now()
+        if not (wrong := now.loss_differences(recorded)):
+            return
+        again = replace(now, loss=measured_loss(self.subject)[0])
+        if random := again.loss_differences(now.record()):
+            raise ValueError(
+                "the loss must be the same whenever it is computed, and for the first examples "
+                f"{random[0]}, one after the other; make loss, collate and model deterministic"
+            )
+        raise ValueError(
+            f"{path} has another loss, collate function or model code, by the first examples: "
+            f"{'; '.join(wrong[:3])}; give a new folder"
+        )
 
 
 def measured_loss(subject: Subject) -> tuple[Numbers, float]:

@@ -73,7 +73,7 @@ class FitStage:
             run = self.folder.path
             raise ValueError(f"the curvature of {run} is not finished; run: isokron fit {run}")
         curvature = Curvature.load(path, self.subject.model)
-        self.fingerprints.now().check(path, "curvature", curvature.fingerprint)
+        self.fingerprints.check(path, "curvature", curvature.fingerprint)
         return curvature
 
     def inverse(self, damping: float) -> Curvature | None:

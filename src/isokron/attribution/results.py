@@ -178,7 +178,7 @@ class Explanation:
     losses: Tensor
     exact: ExactScorer
 
-    def write(self, name: str | None) -> list[dict[str, Any]]:
+    def write(self, name: str) -> list[dict[str, Any]]:
         """Compute the record of every query, shared among ranks, write both files, return them."""
         subject, folder = self.attributor.subject, self.attributor.folder
         alone = self.settings["mode"] == "individual"
@@ -194,7 +194,6 @@ class Explanation:
             texts = subject.ranks.gather_text(json.dumps(answers))
             answers = {int(k): v for text in texts for k, v in json.loads(text).items()}
         ordered = [answers[number] for number in sorted(answers)]
-        name = name or default_name(self.queries, self.settings)
         record = {**FORMAT, "name": name, **self._head(), "answers": ordered}
         tensors = {"scores": self.scores.as_subclass(Tensor).contiguous()}
         if self.settings["by_layer"]:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from isokron._version import __version__
-from isokron.attribution.fingerprint import Fingerprint
+from isokron.attribution.fingerprint import Fingerprint, Fingerprints
 from isokron.attribution.store import SCHEMA, read_schema
 from isokron.curvature.save import INDEX
 from isokron.digest import weights_digest
@@ -45,10 +45,14 @@ class RunFolder:
     """
 
     def __init__(
-        self, path: Path, source: Mapping[str, Any], now: Fingerprint, ranks: Ranks | None
+        self,
+        path: Path,
+        source: Mapping[str, Any],
+        fingerprints: Fingerprints,
+        ranks: Ranks | None,
     ) -> None:
         # compared as JSON, in which tuples are lists
-        self.path, self.ranks = path, ranks
+        self.path, self.fingerprints, self.ranks = path, fingerprints, ranks
         self.source: dict[str, Any] = json.loads(json.dumps(dict(source)))
         self.curvature, self.gradients, self.scores = (
             path / name for name in ("curvature", "gradients", "scores")
@@ -56,14 +60,15 @@ class RunFolder:
         # whether this process writes the files that all ranks share
         self.leads = ranks is None or ranks.rank == 0
         self.claimed: Fingerprint | None = None
-        self.claim(now)
+        self.claim()
         record = read_record(path)
         began = {name: record[name] for name in VERSIONS}
         if began != VERSIONS:
             logger.warning("%s was begun with %s, and this is %s", path, began, VERSIONS)
 
-    def claim(self, now: Fingerprint) -> None:
-        """Refuse results of another fingerprint; without results, `now` is recorded."""
+    def claim(self) -> None:
+        """Refuse results of another fingerprint than now; without results, it is recorded."""
+        now = self.fingerprints.now()
         if self.claimed is not None and self.claimed.digests() == now.digests():
             return
         if self.claimed is not None and has_results(self.path):
@@ -87,7 +92,7 @@ class RunFolder:
             record = read_record(self.path)
             old, new = {**record["source"], **_digests(record, now)}, {**self.source}
             check_same(self.path, "source", old, {**new, **now.digests()})
-            now.check_loss(self.path, record["fingerprint"])
+            self.fingerprints.check_loss(self.path, record["fingerprint"])
         # as it was recorded first, so that all files have the same numbers
         self.claimed, self.fingerprint = now, record["fingerprint"]
 
