@@ -131,11 +131,13 @@ def test_losses_of_a_model_that_knows_its_data_may_differ_as_they_round(tmp_path
     assert not now.loss_differences(changed(now, 1.1))
 
 
-def test_a_loss_that_is_not_a_number_is_recorded_as_none(tmp_path: Path) -> None:
+def test_a_loss_that_is_not_a_number_is_named_and_not_measured(tmp_path: Path) -> None:
     data = [(torch.full((6,), torch.nan), torch.tensor(0)), *examples()]
-    a = Attributor(tmp_path, network(), data, loss=cross_entropy)
-    assert a.fingerprints.now().loss["losses"][0] is None
-    Attributor(tmp_path, network(), data, loss=cross_entropy)
+    with pytest.raises(FloatingPointError, match="example '0' has a loss of nan"):
+        Attributor(tmp_path, network(), data, loss=cross_entropy)
+    with pytest.warns(UserWarning, match="1 of .* examples are skipped"):
+        a = Attributor(tmp_path, network(), data, loss=cross_entropy, on_bad="skip")
+    assert None not in a.fingerprints.now().loss["losses"]
 
 
 def test_embeddings_and_norms_are_measured_too(tmp_path: Path) -> None:

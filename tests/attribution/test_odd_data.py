@@ -61,22 +61,6 @@ def test_fractional_weights_multiply_gradients(tmp_path: Path) -> None:
     assert cosines[0, 2] == 0  # of weight 0
 
 
-def test_data_that_are_no_numbers_are_named(tmp_path: Path) -> None:
-    data = pairs()
-    data[4] = (torch.full((4,), float("nan")), torch.tensor(0))
-    ids = [f"row {number}" for number in range(6)]
-    a = begun(tmp_path / "fit", data, ids=ids)
-    with pytest.raises(FloatingPointError, match=r"layer '0': .* not finite; look for NaN"):
-        a.fit()
-    plain = begun(tmp_path / "plain", data, ids=ids)
-    with pytest.raises(FloatingPointError, match=r"example 'row 4' for query 'query 0'"):
-        plain.score(data[:1])
-    with pytest.raises(FloatingPointError, match=r"example 'row 4' has a loss of nan"):
-        plain.build(dim=2)
-    with pytest.raises(FloatingPointError, match=r"query 'query 0'.* nan"):
-        begun(tmp_path / "query", pairs()).score([data[4]])
-
-
 def test_a_query_without_examples_is_refused(tmp_path: Path) -> None:
     a = begun(tmp_path, pairs()).fit()
     empty = torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64)

@@ -92,9 +92,9 @@ def record(name="first", answers=None, layers=(), **fields):
         "coverage": coverage,
     }
     return {
-        **{"format": "isokron scores", "version": 2, "name": name},
+        **{"format": "isokron scores", "version": 3, "name": name},
         "command": "isokron attribute runs/mine --query 'what is said'",
-        "run": {"model": "toy", "data": "toy.jsonl", "examples": 1234, "terms": 9e3},
+        "run": {"model": "toy", "data": "toy.jsonl", "examples": 1234, "terms": 9e3, "skipped": {}},
         "method": method | fields.pop("method", {}),
         "noise": None,
         "layers": list(layers),

@@ -216,7 +216,12 @@ def hostile_run(folder):
     answers = [answer(HOSTILE, [query], [card], [], **fields)] * 5
     answers.append(answer(HOSTILE, [query, query], [card], []))
     content = record(HOSTILE, answers, layers=[HOSTILE], command=HOSTILE)
-    content["run"] = {"model": HOSTILE, "data": HOSTILE, "examples": 1}
+    content["run"] = {
+        "model": HOSTILE,
+        "data": HOSTILE,
+        "examples": 1,
+        "skipped": {HOSTILE: HOSTILE},
+    }
     content["method"] |= dict.fromkeys(("method", "fisher", "damping_rule", "why"), HOSTILE)
     left_out = [{"name": HOSTILE, "reason": HOSTILE, "parameters": 1}]
     content["method"]["coverage"] |= {"summary": HOSTILE, "left_out": left_out}
@@ -247,13 +252,13 @@ def test_a_run_without_scores_says_what_to_do(tmp_path):
         ("not json", "JSONDecodeError"),
         ("[1]", "TypeError"),
         ('{"format": "isokron scores", "version": 1}', "got 'isokron scores', version 1"),
-        ('{"format": "isokron scores", "version": 2}', "KeyError: 'name'"),
+        ('{"format": "isokron scores", "version": 3}', "KeyError: 'name'"),
         (json.dumps(record(answers=[answer("q", [], 3, 3)])), "TypeError"),
     ],
 )
 def test_a_damaged_or_foreign_file_is_refused_by_name_and_leaves_no_page(run, content, message):
     (run / "scores" / "9.json").write_text(content)
-    expected = f"9.json is damaged, or not .* of version 2 .*{message}.*`isokron score`"
+    expected = f"9.json is damaged, or not .* of version 3 .*{message}.*`isokron score`"
     with pytest.raises(ValueError, match=expected):
         write_report(run)
     assert not (run / "report.html").exists()

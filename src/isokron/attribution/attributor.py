@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from isokron.attribution.arguments import check_folder, suggest_keywords, with_task
+from isokron.attribution.bad_examples import finite_pairs, without_bad
 from isokron.attribution.data import Data, Subject, show_example, spread, to_device
 from isokron.attribution.fingerprint import Fingerprints
 from isokron.attribution.fit_stage import FitStage, check_fit
@@ -74,6 +75,9 @@ class Attributor:
         max_side: largest number of inputs or outputs of a layer that is included by default.
         memory: bytes that each rank may use; default: half of the free memory, shared by ranks.
         examples: use only this many training examples, evenly spaced.
+        on_bad: "raise" refuses examples whose loss is not finite, by name; "skip" goes on without
+            examples whose loss or gradient is not finite, after a pass that looks for them:
+            scores have no column for them, and `skipped` has the reasons by id.
         strict: refuse layers whose gradients on the first two examples are not those of autograd;
             default: they are left out, and `selection.summary()` gives the reasons.
         source: JSON-able; where model and data come from, recorded in run.json.
@@ -100,6 +104,7 @@ class Attributor:
         max_side: int = 8192,
         memory: int | None = None,
         examples: int | None = None,
+        on_bad: str = "raise",
         strict: bool = False,
         source: Mapping[str, Any] | None = None,
         ranks: Ranks | None = None,
@@ -114,9 +119,8 @@ class Attributor:
         train_set, loss, ids, lengths = with_task(task, train_set, loss, ids, lengths)
         self.data = Data(train_set, collate, batch_size, lengths, ids, examples)
         on = next(model.parameters()).device
-        count = len(self.data)
-        for first in range(0, min(16, count), 2):
-            two = to_device(self.data.batch(range(first, min(first + 2, count))), on)
+        for numbers in finite_pairs(model, self.data, loss, on_bad):
+            two = to_device(self.data.batch(numbers), on)
             self.selection = check_layers(model, two, loss, selection, strict=strict)
             if self.selection.compared:  # the first ones may have no loss that counts
                 break
@@ -124,10 +128,14 @@ class Attributor:
         # for a large head, gradients are stored instead of their covariance
         self.lowrank = [x.name for x in chosen if x.kind == "dense" and x.shape[1] > max_side]
         self.subject = Subject(model, chosen, loss, self.data, on, ranks, progress)
+        origin: dict[str, Any] = {"given": self.source, "layers": self.patterns, "head": head}
+        self.skipped: dict[str, str] = {}
+        if on_bad == "skip":
+            self.subject, self.skipped = without_bad(self.subject, Path(folder))
+            self.data, origin["skipped"] = self.subject.data, self.skipped
         self.budget = Budget(self.subject, self.lowrank, memory)
         self.exact = ExactScorer(self.subject, self.inverse)
         self.fingerprints = Fingerprints(self.subject)
-        origin: dict[str, Any] = {"given": self.source, "layers": self.patterns, "head": head}
         origin |= {"max_side": max_side, "examples": len(self.data)}
         self.folder = RunFolder(Path(folder), origin, self.fingerprints, ranks)
         self.fit_stage = FitStage(self.subject, self.folder, self.fingerprints)
@@ -365,6 +373,7 @@ class Attributor:
         check_finite(scored.scores, asked, self.data.ids)
         result = scored.scores.as_subclass(Scores)
         result.ids, result.noise, result.answers = self.data.ids, noise, []
+        result.skipped = self.skipped
         result.layers = tuple(layer.name for layer in scorer.subject.layers)
         result.coverage = scorer.coverage(self.selection)
         result.why = why or ("the run has a store" if use_store else "the default")

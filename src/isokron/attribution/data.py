@@ -1,8 +1,9 @@
 """Training data of any kind, read by index, in batches of similar length."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, IterableDataset, Subset, default_collate
 
+from isokron.curvature.backward import refuse_nonfinite
 from isokron.curvature.layers import Layer
 from isokron.curvature.losses import Likelihood, Loss
 from isokron.digest import hash_of, update_hash
@@ -71,25 +73,51 @@ class Data:
                 f"ids must be {total} different names, one per example, got {len(ids)} of which "
                 f"{len(set(ids))} differ; leave them out to number the examples"
             )
+        self.source, self.collate = source, collate or default_collate
+        self.size, self.lengths, self.ids = batch_size, lengths, ids
+        self.digest_of_all: str | None = None
+        # maximum of a batch; the memory plan lowers it if memory is short
+        self.tokens = TOKENS
         if examples is not None:
             if not 1 <= examples <= total:
                 raise ValueError(
                     f"examples must be from 1 to the {total} training examples, got {examples}"
                 )
-            numbers = spread(total, examples)
-            ids = [ids[number] for number in numbers]
-            lengths = None if lengths is None else [lengths[number] for number in numbers]
-            if isinstance(source, Examples):
-                source = Examples(source.batch(torch.tensor(numbers)))
-            else:
-                source = Subset(source, numbers)
-        self.source, self.collate = source, collate or default_collate
-        self.size, self.lengths, self.ids = batch_size, lengths, ids
-        # maximum of a batch; the memory plan lowers it if memory is short
-        self.tokens = TOKENS
+            self._take_(spread(total, examples))
 
     def __len__(self) -> int:
         return len(self.source)
+
+    def _take_(self, numbers: Sequence[int]) -> None:
+        """Keep some of the examples."""
+        lengths = self.lengths
+        self.ids = [self.ids[number] for number in numbers]
+        self.lengths = None if lengths is None else [lengths[number] for number in numbers]
+        if isinstance(self.source, Examples):
+            self.source = Examples(self.source.batch(torch.tensor(numbers)))
+        else:
+            self.source = Subset(self.source, numbers)
+
+    def without(self, ids: Collection[str]) -> "Data":
+        """The data without some examples; the digest stays that of all."""
+        if not ids:
+            return self
+        numbers = [number for number, name in enumerate(self.ids) if name not in ids]
+        if not numbers:
+            raise FloatingPointError("no training example has a finite loss and gradient")
+        others = copy(self)
+        others.digest_of_all = self.digest()
+        others.__dict__.pop("example", None)
+        others._take_(numbers)
+        return others
+
+    def check_losses(self, numbers: Sequence[int], losses: Tensor) -> None:
+        """Refuse losses of these examples that are not finite."""
+        remedy = "mend it, or go on without such examples: on_bad='skip'"
+        # terms of one dimension may be those of all positions
+        equal, names = len(losses) == len(numbers), [self.ids[number] for number in numbers]
+        some = f"one of the examples {', '.join(map(repr, names))}"
+        refuse_nonfinite(losses, lambda row: f"example {names[row]!r}" if equal else some, remedy)
 
     def batch(self, numbers: Sequence[int]) -> Any:
         """These examples as one batch."""
@@ -140,6 +168,8 @@ class Data:
 
     def digest(self) -> str:
         """A hash of the names and of all examples, since scores are stored by index."""
+        if self.digest_of_all is not None:
+            return self.digest_of_all
         if isinstance(self.source, Examples):
             return hash_of([self.ids, self.source.tensors])[:16]
         total = hashlib.sha256()
@@ -204,6 +234,10 @@ class Batches:
 
     def __len__(self) -> int:
         return len(self.numbers)
+
+    def check_losses(self, number: int, losses: Tensor) -> None:
+        """Called in a pass with the losses of a batch; refuses those that are not finite."""
+        self.subject.data.check_losses(self.numbers[number], losses)
 
     def __getitem__(self, part: slice) -> "Batches":
         return Batches(self.subject, self.numbers[part], self.stage)

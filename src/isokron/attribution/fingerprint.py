@@ -139,8 +139,8 @@ def measured_loss(subject: Subject) -> tuple[Numbers, float]:
     few, count = replace(subject, layers=layers), len(subject.data)
     with _Precision(layers) as precision:
         for first in range(0, min(SEARCHED, count), 2):
-            batch = subject.batch(range(first, min(first + 2, count)))
-            passes = gradient_passes(few, [batch])
+            numbers = list(range(first, min(first + 2, count)))
+            passes = gradient_passes(few, few.batches([numbers]))
             passes.over(fold, check=False)
             if passes.count:  # the first ones may have no loss that counts
                 break

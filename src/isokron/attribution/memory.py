@@ -161,13 +161,14 @@ class Budget:
     def probe(self) -> Probe:
         """One pass over the longest training example."""
         subject, positions, sizes = self.subject, dict[str, int](), [0]
-        batch = subject.batch(subject.data.longest()[-1:])
+        longest = subject.data.longest()[-1:]
+        batch = subject.batch(longest)
 
         def fold(layer: Layer, uses: Uses) -> None:
             positions[layer.name] = uses.grads.size(2)
             sizes.append(uses.grads.numel())
 
-        gradient_passes(subject, [batch]).over(fold, check=False)
+        gradient_passes(subject, subject.batches([longest])).over(fold, check=False)
         # also if the head is left out
         if isinstance(subject.loss, Likelihood):
             with unchanged(subject.model), torch.no_grad():

@@ -31,7 +31,7 @@ from isokron.report.attribution import LATEST
 if TYPE_CHECKING:
     from isokron.attribution.attributor import Attributor
 
-FORMAT = {"format": "isokron scores", "version": 2}
+FORMAT = {"format": "isokron scores", "version": 3}
 BINS = 40  # of the histogram of all scores
 NOISE = 2.0  # scores below this many standard errors are marked as noisy
 TINY = 1e-30
@@ -67,6 +67,7 @@ class Scores(Tensor):
 
     Attributes:
         ids: names of the examples.
+        skipped: why examples that are bad have no scores, by id; see `Attributor(on_bad=…)`.
         layers: names of the layers of `by_layer`.
         coverage: the parameters that the scores cover, and layers that are left out.
         noise: None for exact scores, otherwise their measured agreement with exact scores of all
@@ -79,6 +80,7 @@ class Scores(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     ids: list[str]
+    skipped: dict[str, str]
     layers: tuple[str, ...]
     coverage: dict[str, Any]
     noise: Any
@@ -153,7 +155,8 @@ def check_finite(scores: Tensor, queries: Sequence[Query], ids: Sequence[str]) -
     name = queries[min(query, len(queries) - 1)].name
     raise FloatingPointError(
         f"the score of example {ids[example]!r} for query {name!r:.60} is "
-        f"{float(scores[query, example])}; check its data, or use more damping"
+        f"{float(scores[query, example])}; mend it, or go on without such examples: "
+        "on_bad='skip', or use more damping"
     )
 
 
@@ -223,6 +226,7 @@ class Explanation:
                 "model": model,
                 "data": a.source.get("data") or "",
                 "examples": len(a.data),
+                "skipped": a.skipped,
                 "terms": terms,
             },
             "method": {

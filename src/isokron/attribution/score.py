@@ -20,7 +20,7 @@ from torch import Tensor
 
 from isokron.attribution.data import Subject
 from isokron.curvature import Curvature
-from isokron.curvature.backward import Passes
+from isokron.curvature.backward import Passes, refuse_nonfinite
 from isokron.curvature.layers import Layer
 from isokron.curvature.statistics import Uses
 from isokron.operators import Diagonal, Kron, KronEigen
@@ -287,12 +287,24 @@ def query_gradients(
         single = by_token is not None and len(by_token) == 1
         result.token_losses.append(by_token[0].tolist() if single and by_token is not None else [])
 
-    passes = gradient_passes(subject, batches)
+    passes = gradient_passes(subject, QueryBatches(batches, names))
     # a query that does not use a layer has a score of 0 there
     passes.over(fold, after, check=False)
     for layer_queries in result.layers.values():
         layer_queries.finish(result.count)
     return result
+
+
+class QueryBatches(list[Any]):
+    """Batches of queries, by whose names a loss that is not finite is refused."""
+
+    def __init__(self, batches: Iterable[Any], names: Sequence[str]) -> None:
+        super().__init__(batches)
+        self.names = names
+
+    def check_losses(self, number: int, losses: Tensor) -> None:
+        name = self.names[number] if self.names else ""
+        refuse_nonfinite(losses, lambda row: f"query {name!r:.60}", "ask without it")
 
 
 def gradient_passes(subject: Subject, batches: Iterable[Any]) -> Passes:

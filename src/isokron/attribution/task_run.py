@@ -18,7 +18,7 @@ from isokron.attribution.scorers import ExactScorer, Scored, positions
 from isokron.attribution.unroll import TrainingRun
 from isokron.curvature import Curvature
 from isokron.curvature.backward import unchanged
-from isokron.curvature.losses import Likelihood, terms_and_weights
+from isokron.curvature.losses import losses_of
 from isokron.curvature.selection import Selection
 from isokron.optim.functional_step import FunctionalStep
 from isokron.tasks import Batch, Task
@@ -246,13 +246,7 @@ class UnrolledScorer(ExactScorer):
 
     def _losses(self, model: nn.Module, batch: Any) -> Tensor:
         """The summed loss of every example of a batch, as other methods explain it: [n]"""
-        loss = self.subject.loss
-        if isinstance(loss, Likelihood):
-            outputs, targets = loss.forward(model, batch)
-            terms, counts = loss.terms(outputs, targets), loss.weights(targets)
-        else:
-            terms, counts = terms_and_weights(loss(model, batch))
-        return (terms * counts).flatten(1).sum(1) if terms.ndim > 1 else terms * counts
+        return losses_of(self.subject.loss, model, batch)
 
     def _check_model(self, params: Mapping[str, Tensor]) -> None:
         """Refuse a run that does not lead to the model."""

@@ -180,15 +180,16 @@ class Asked:
             raise ValueError(f"--verify needs --mode individual, got {self.mode!r}")
 
     def read(self, task: Task | None, a: Attributor | None = None) -> list[Query]:
-        """The queries; `a` has the model, which writes completions, and the ids of examples."""
+        """The queries; `a` has the model, which writes completions."""
         from isokron.attribution.queries import read_queries
 
         assert task is not None
         prompts = self.prompt or []
         completions: Sequence[str | None] = self.completion or [None] * len(prompts)
         pairs = list(zip(prompts, completions, strict=True))
-        model, ids = (None, ()) if a is None else (a.subject.model, a.data.ids)
-        return read_queries(task, model, self.query or [], pairs, ids=ids)
+        model = None if a is None else a.subject.model
+        # a query may be an example that the run leaves out
+        return read_queries(task, model, self.query or [], pairs, ids=task.ids)
 
     def settings(self) -> dict[str, Any]:
         return {"mode": self.mode, "by_layer": self.by_layer, "verify": self.verify}

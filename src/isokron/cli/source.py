@@ -70,6 +70,9 @@ class Source:
     lr: float = option(3e-3, "Learning rate for --steps.", min=0)
     seed: int = option(0, "Random seed.")
     examples: int | None = option(None, "Use only N training examples, evenly spaced.", min=1)
+    on_bad: Literal["raise", "skip"] = option(
+        "raise", "Training examples without a finite loss or gradient: stop, or go on without them."
+    )
     dtype: Dtype = option("float32", "Dtype of the weights of --model.", **PRETRAINED)
     chat: bool | None = option(
         None, "Use the chat template for prompts. Default: if there is one.", **PRETRAINED
@@ -299,6 +302,7 @@ def open_run(
         max_side=source.max_side,
         memory=None if machine.memory is None else int(machine.memory * 2**30),
         examples=source.examples,
+        on_bad=source.on_bad,
         strict=machine.strict,
         source=source.given(),
         ranks=process.ranks(),

@@ -31,8 +31,7 @@ class Passes:
     """Forward and backward passes over the data, in eval mode.
 
     After a batch, `losses` [N] and `token_losses` [N, S] are those of its examples and positions,
-    each times its weight; the latter is None where examples have one term each, and neither is
-    known with fisher="exact".
+    each times its weight; the latter is None where examples have one term each.
 
     Args:
         fisher: labels are the data's ("empirical"), drawn from the model ("sampled", other ones in
@@ -89,9 +88,11 @@ class Passes:
         """
         terms = 0.0
         self.reached.clear()
+        self.number = 0  # of the batch among those of this process
         self.watcher = Watcher(self.layers, functools.partial(self._take, fold))
         with unchanged(self.model), torch.enable_grad():
             for number, batch in enumerate(self.batches, self.first):
+                self.number = number - self.first
                 # one seed for a batch in a pass, whichever batches came before it
                 mixed = number * 0x9E3779B97F4A7C15 + self.passes * 0xD1B54A32D192ED03
                 self.generator.manual_seed((self.seed + mixed) % 2**63)
@@ -177,6 +178,7 @@ class Passes:
         self._count(weights, batch)
         fixed = outputs.detach()
         if self.fisher == "exact":
+            self._record(loss.terms(fixed, targets), weights)
             self.head = self._softmax(fixed, weights)
             if self.head is not None and len(self.layers) == 1:
                 return
@@ -210,6 +212,13 @@ class Passes:
     def _record(self, terms: Tensor, weights: Tensor) -> None:
         rows = self._rows(terms.detach() * weights)
         self.losses = rows.sum(1)
+        # a batch may know the names of its examples
+        check = getattr(self.batches, "check_losses", None)
+        if check is not None:
+            check(self.number, self.losses)
+        else:
+            place = f"of batch {self.number}"
+            refuse_nonfinite(self.losses, lambda row: f"example {row} {place}", "mend it")
         self.token_losses = rows if rows.size(1) > 1 else None
 
     def _rows(self, terms: Tensor) -> Tensor:
@@ -283,6 +292,14 @@ def _lengths(batch: Any) -> Iterator[int]:
     elif isinstance(batch, Sequence) and not isinstance(batch, str):
         for item in batch:
             yield from _lengths(item)
+
+
+def refuse_nonfinite(losses: Tensor, name: Callable[[int], str], remedy: str) -> None:
+    """Refuse losses [N] that are not finite; name: of an example by its index."""
+    finite = losses.isfinite()
+    if not bool(finite.all()):
+        row = int((~finite).nonzero()[0, 0])
+        raise FloatingPointError(f"{name(row)} has a loss of {float(losses[row]):g}; {remedy}")
 
 
 def check_reached(terms: float, without: Iterable[Layer]) -> None:

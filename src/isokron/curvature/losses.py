@@ -173,6 +173,16 @@ def _wide(outputs: Tensor) -> Tensor:
     return outputs.to(torch.promote_types(outputs.dtype, torch.float32))
 
 
+def losses_of(loss: "Loss | Likelihood", model: nn.Module, batch: Any) -> Tensor:
+    """The summed loss of every example [n]; of every term where these have one dimension."""
+    if isinstance(loss, Likelihood):
+        outputs, targets = loss.forward(model, batch)
+        terms, weights = loss.terms(outputs, targets), loss.weights(targets)
+    else:
+        terms, weights = terms_and_weights(loss(model, batch))
+    return (terms * weights).flatten(1).sum(1) if terms.ndim > 1 else terms * weights
+
+
 def terms_and_weights(result: Any) -> tuple[Tensor, Tensor]:
     """Losses and weights, from what a user's loss has returned."""
     if isinstance(result, tuple) and len(result) != 2:

@@ -14,7 +14,7 @@ from isokron.files import write_atomically
 from isokron.report.charts import Chart, draw_histogram
 from isokron.report.render import percent, plural, render, visible
 
-FORMAT, VERSION = "isokron scores", 2  # of scores/*.json
+FORMAT, VERSION = "isokron scores", 3  # of scores/*.json
 LATEST = "latest"  # in scores/: the name of the last ones
 LAYERS = 12  # layers with a bar on a card
 LINES, COLUMNS = 14, 62  # longer texts are folded
@@ -73,7 +73,7 @@ def _visible(pairs: list[tuple[str, Any]]) -> Json:
             return [visible(part) if isinstance(part, str) else part for part in value]
         return visible(value) if isinstance(value, str) else value
 
-    return {key: shown(value) for key, value in pairs}
+    return {visible(key): shown(value) for key, value in pairs}
 
 
 def _repeated(panes: Sequence[Json]) -> list[list[Json]]:
