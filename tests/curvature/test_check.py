@@ -70,6 +70,13 @@ class Shifted(nn.Linear):
         return super().forward(x) + self.bias
 
 
+class Uneven(nn.Linear):
+    """Right for the first example alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + torch.arange(len(x)))[:, None]
+
+
 class Pair(nn.Linear):
     """A subclass that returns more than its outputs."""
 
@@ -105,15 +112,37 @@ class Penalized(CrossEntropy):
         return super().terms(outputs, targets) + self.module.weight.square().sum()
 
 
+class ScaledWords(nn.Embedding):
+    """As in Gemma."""
+
+    embed_scale = 1.7
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.embed_scale
+
+
+class Conv1D(nn.Module):
+    """As in GPT-2, with a weight [i, o]."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.nf, self.weight = width, nn.Parameter(torch.randn(width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
 class Tied(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.table = nn.Embedding(WORDS, WIDTH, padding_idx=3)
-        self.up = nn.Linear(WIDTH, WIDTH)
-        self.down = nn.Linear(WIDTH, WIDTH, bias=kind == "linear")
+        make = ScaledWords if kind == "scaled" else nn.Embedding
+        self.table = make(WORDS, WIDTH, padding_idx=3)
+        self.up = nn.Linear(WIDTH, WIDTH, bias=kind != "turned")
+        linear = nn.Linear(WIDTH, WIDTH, bias=kind == "linear")
+        self.down: Any = Conv1D(WIDTH) if kind == "turned" else linear
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         self.table.weight.data *= 0.5
-        if kind == "head":
+        if kind in ("head", "scaled"):
             self.head.weight = self.table.weight
         else:  # of equal layouts, or not
             self.down.weight = self.up.weight
@@ -160,6 +189,7 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], str, str]] = 
         DIFFERS,
     ),
     "shifted": (lambda: vector(Shifted(5, 5)), vectors, "0", DIFFERS),
+    "uneven": (lambda: vector(Uneven(5, 5)), vectors, "0", DIFFERS),
     "masked": (
         lambda: nn.Sequential(Masked(5, 5), nn.Linear(5, 3)),
         lambda: numbers(5),
@@ -208,7 +238,7 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], str, str]] = 
         lambda: nn.Sequential(nn.Embedding(WORDS, 8, scale_grad_by_freq=True), nn.Linear(8, WORDS)),
         words,
         "0",
-        "Embedding",
+        "scale_grad_by_freq",
     ),
     "shared in part": (lambda: Tied("other"), words, "up", "down has its weight too"),
 }
@@ -273,14 +303,29 @@ def test_half_precision_hides_no_other_gradient(name: str, dtype: torch.dtype) -
     assert [x.name for x in selection.left_out] == [wrong]
 
 
-@pytest.mark.parametrize("kind", ["head", "linear"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_that_autograd_makes_in_half_precision_are_no_other_gradient(
+    dtype: torch.dtype,
+) -> None:
+    """Of norms and embeddings on the CPU: bfloat16 numbers stop growing after some hundred."""
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(
+        nn.Embedding(3, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3)
+    ).to(dtype)
+    x = torch.randint(3, (2, 1024))
+    batch = x, torch.zeros_like(x)  # gradients of all positions point the same way
+    selection = check_layers(model, batch, LOSS, find_layers(model, "*"), strict=True)
+    assert selection.agreeing == 3
+
+
+@pytest.mark.parametrize("kind", ["head", "scaled", "linear", "turned"])
 def test_uses_of_a_weight_by_several_layers_are_summed(kind: str) -> None:
     torch.manual_seed(0)
     model, batch = Tied(kind), words()
     selection = check_layers(model, batch, LOSS, find_layers(model, "*"), strict=True)
     assert selection.covered == selection.total
     assert not selection.left_out
-    pair = "head, table" if kind == "head" else "up, down"
+    pair = "head, table" if kind in ("head", "scaled") else "up, down"
     assert f"of {selection.total} parameters ({pair} share a weight)" in selection.summary()
     assert_equal_gradients(model, batch, selection)
 

@@ -14,7 +14,7 @@ from torch.backends import mha
 from torch.nn import functional
 from torch.nn.modules.conv import _ConvNd
 
-from isokron.curvature.layers import PARTS, Layer, epsilon_of
+from isokron.curvature.layers import PARTS, Layer, embedding_scale, epsilon_of
 from isokron.curvature.selection import find_layers
 from isokron.linalg.precision import full_precision
 
@@ -250,6 +250,8 @@ def outputs_of(layer: Layer, y: Tensor) -> Tensor:
         return y.reshape(*y.shape[:2], -1).mT[None]  # [1, N, S, channels]
     if layer.kind == "diagonal" and isinstance(module, nn.LayerNorm | nn.RMSNorm):
         y = y.flatten(-module.weight.ndim)
+    scale = embedding_scale(module)
+    y = y if scale is None else y * scale
     return y.reshape(1, len(y) if y.ndim > 1 else 1, -1, y.size(-1))
 
 

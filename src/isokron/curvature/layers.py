@@ -163,6 +163,8 @@ def all_layers(model: nn.Module) -> tuple[list[Layer], list[Unknown]]:
             if kind is not None and "weight" in params:
                 own = {key: params[key] for key in ("weight", "bias") if key in params}
                 layers.append(_layer(name, module, kind, "module", own, names))
+            elif getattr(module, "scale_grad_by_freq", False):
+                reason = "scale_grad_by_freq"
             elif kind is not None:  # a parametrization or a pruning mask
                 reason = f"its weight is computed from {_sources(module)}"
             elif _is_router(module, params):
@@ -189,11 +191,17 @@ def _kind(module: nn.Module) -> str | None:
     """The kind of layer that a module of a known type is."""
     if isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d) or _is_conv1d(module):
         return "dense"
-    # a subclass that scales its rows has gradients other than those of a table, and gradients that
-    # are divided by counts of the batch belong to no example
-    if type(module).forward is nn.Embedding.forward:
+    # other subclasses compute something else, and gradients that are divided by counts of the batch
+    # belong to no example
+    plain = type(module).forward is nn.Embedding.forward or embedding_scale(module) is not None
+    if isinstance(module, nn.Embedding) and plain:
         return None if module.scale_grad_by_freq else "index"
     return "diagonal" if isinstance(module, NORMS) or _is_rms_norm(module) else None
+
+
+def embedding_scale(module: Any) -> Any:
+    """What transformers' scaled embeddings multiply their rows by, or None."""
+    return getattr(module, "embed_scale", None) if isinstance(module, nn.Embedding) else None
 
 
 def _is_conv1d(module: nn.Module) -> bool:
