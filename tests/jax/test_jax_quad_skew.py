@@ -77,7 +77,7 @@ def transformed(kind: str, **options: Any) -> Any:
 
 
 def test_names_of_other_libraries_are_accepted() -> None:
-    grads = {"stack": normal(0, 2, 5), "v": normal(1, 6)}
+    grads = {"stack": normal(0, 2, 5, 3), "v": normal(1, 6)}
     options = {"momentum": 0.8, "normalize": True, "stacked": {"stack": 1, "v": 0}, "seed": 3}
     names = {"momentum": "b1", "normalize": "normalize_grads", "seed": "key"}
     theirs = {names.get(name, name): value for name, value in options.items()}

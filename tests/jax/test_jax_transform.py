@@ -4,6 +4,7 @@ import functools
 import inspect
 import subprocess
 import sys
+import warnings
 from typing import Any
 
 import jax
@@ -478,6 +479,87 @@ def test_wrong_trees_are_told() -> None:
     state = transform.init({"w": jnp.zeros((4, 3))})
     with pytest.raises(ValueError, match=r"the state has blocks \['4x3'\]"):
         transform.update({"w": jnp.zeros((5, 3))}, state)
+
+
+def test_split_takes_a_tree() -> None:
+    """Each leaf as by a transformation of its own; leaves of one shape may be split differently."""
+    random = np.random.default_rng(0)
+    shapes = {"qkv": (4, 6), "kv": (4, 6), "w": (4, 6), "stack": (2, 4, 6), "bias": (5,)}
+    grads = {k: jnp.asarray(random.standard_normal(s), jnp.float32) for k, s in shapes.items()}
+    split: Any = {"qkv": 3, "kv": [2, 4], "w": None, "stack": (5, 1), "bias": None}
+    stacked = {**dict.fromkeys(shapes, 0), "stack": 1}
+    together = isokron.jax.scale_by_soap(split=split, split_dim=1, stacked=stacked)
+    directions, _ = together.update(grads, together.init(grads))
+    for name, grad in grads.items():
+        one = isokron.jax.scale_by_soap(split=split[name], split_dim=1, stacked=stacked[name])
+        alone, _ = one.update({name: grad}, one.init({name: grad}))
+        same(alone[name], directions[name], atol=1e-5)
+    nested = isokron.jax.scale_by_muon(split={"a": 3, "b": {"c": None, "d": (4, 2)}}, split_dim=1)
+    w = jnp.zeros((4, 6))
+    state = nested.init({"a": {"x": w}, "b": {"c": w, "d": w}})
+    assert {name: len(b["momentum"]) for name, b in state.blocks.items()} == {
+        **{"4x2": 4, "4x6": 1, "4x4": 1}
+    }
+
+
+def test_a_split_that_cannot_be_meant_is_told() -> None:
+    soap, w = isokron.jax.scale_by_soap, jnp.zeros((3, 4))
+    with pytest.raises(ValueError, match=r"split has no entry for \['v'\]"):
+        soap(split={"w": None}).init({"w": w, "v": w})
+    with pytest.raises(ValueError, match=r"\['w'\] of shape \(3, 4\), got 'three'"):
+        soap(split={"w": "three"}).init({"w": w})
+    with pytest.raises(ValueError, match=r"split=3 must divide .*split also takes a tree"):
+        soap(split=3, split_dim=1).init({"w": w})
+
+
+def shaped(**shapes: Any) -> Any:
+    return jax.tree.map(jnp.zeros, shapes, is_leaf=lambda node: isinstance(node, tuple))
+
+
+LAYER = {"q": (4, 8, 8), "up": (4, 8, 32), "norm": (4, 8)}
+WARNED: dict[str, tuple[Any, Any, str]] = {
+    # taken for stacks of vectors
+    "unstacked": (shaped(w=(8, 6), b=(6,)), 1, "matrices ['w'] (8, 6) for stacks of vectors"),
+    "some unstacked": (shaped(head=(8, 6), layers=LAYER), 1, "['head'] (8, 6) for"),
+    "too deep": (shaped(layers=LAYER), 2, "['layers']['norm'] (4, 8), ['layers']['q'] (4, 8, 8)"),
+    # stacks that would be mixed
+    "layers": (shaped(head=(8, 6), layers=LAYER), 0, "['layers']['q'] (4, 8, 8), ['layers']['up']"),
+    "experts": (shaped(r=(8, 6), experts={"up": (6, 8, 9), "down": (6, 9, 8)}), 0, "['experts']"),
+    "flat": (shaped(**LAYER), 0, "['q'] (4, 8, 8), ['up'] (4, 8, 32) share"),
+}
+DENSE = {"kernel": (8, 2, 4), "bias": (2, 4)}
+QUIET: dict[str, tuple[Any, Any]] = {
+    "layers": (shaped(**LAYER), 1),
+    "tree": (shaped(head=(8, 6), layers=LAYER), {"head": 0, "layers": 1}),
+    "told": (shaped(**LAYER), {"q": 0, "up": 0, "norm": 0}),
+    "vectors": (shaped(b=(6,)), 1),
+    "attention": (shaped(q=DENSE, k=DENSE, out={"kernel": (2, 4, 8), "bias": (8,)}), 0),
+    "convolutions": (shaped(a={"kernel": (3, 3, 4, 8)}, b={"kernel": (3, 3, 8, 8)}), 0),
+    "1d": (shaped(a={"kernel": (3, 4, 8)}, b={"kernel": (3, 8, 8)}), 0),
+    "one": (shaped(kernel=(6, 8, 9)), 0),
+}
+
+
+@pytest.mark.parametrize("case", WARNED)
+def test_stacks_and_matrices_that_are_mistaken_for_each_other_are_named_once(case: str) -> None:
+    params, stacked, text = WARNED[case]
+    transform = isokron.jax.muon(stacked=stacked)
+    with pytest.warns(UserWarning, match="give stacked a tree") as caught:
+        state = transform.init(params)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        transform.update(params, state, params)
+    assert len(caught) == 1
+    assert str(caught[0].message).startswith("Muon: ")
+    assert text in str(caught[0].message)
+
+
+@pytest.mark.parametrize("case", QUIET)
+def test_stacks_as_they_are_warn_of_nothing(case: str) -> None:
+    params, stacked = QUIET[case]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        isokron.jax.muon(stacked=stacked).init(params)
 
 
 def test_jax_needs_no_torch_and_the_package_no_jax() -> None:

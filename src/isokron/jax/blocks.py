@@ -18,7 +18,7 @@ import numpy as np
 
 from isokron.block_layout import Grid, Part, cut_grids, cut_lengths, cut_parts, is_matrix
 from isokron.jax.linalg import across, nonzero, norms
-from isokron.jax.settings import values_by_path
+from isokron.jax.settings import is_sizes, values_by_path
 from isokron.jax.sharding import Placement
 
 Arrays = dict[str, jax.Array]  # by the name of a batch
@@ -57,7 +57,7 @@ class BlockGrid(NamedTuple):
 
 
 class LeafGroup(NamedTuple):
-    """Leaves whose layers have one shape, by number, and the blocks of a layer."""
+    """Leaves whose layers have one shape and `split`, by number, and the blocks of a layer."""
 
     leaves: list[int]
     shape: tuple[int, ...]
@@ -133,6 +133,7 @@ class TreeLayout:
         return {name: blocks * across(of_rows[name], blocks) for name, blocks in batches.items()}
 
 
+Form = tuple[tuple[int, ...], Any]  # the shape of a layer, and `split` of it
 Kind = tuple[tuple[int, ...], tuple[bool, ...]]  # the shape of a block, and which sides are dense
 Splitter = Callable[[tuple[int, ...], Settings], list[Split]]
 
@@ -159,27 +160,27 @@ def tree_layout(
         padded: whether blocks may be transposed and padded to share a batch.
         place: where blocks lie; batches are padded to a multiple of its size.
     """
-    members, parts, leads = _leaves_by_shape(tree, settings, splits)
+    members, parts, leads = _leaves_by_form(tree, settings, splits)
     ends = list(itertools.accumulate(map(math.prod, leads), initial=0))
     layers = [slice(*pair) for pair in itertools.pairwise(ends)]
-    numbers = {shape: np.r_[*(layers[i] for i in leaves)] for shape, leaves in members.items()}
+    numbers = {form: np.r_[*(layers[i] for i in leaves)] for form, leaves in members.items()}
     grids = [
-        (shape, part, grid, *_kind(grid, lengths, padded))
-        for shape in members
-        for part, lengths in parts[shape]
+        (form, part, grid, *_kind(grid, lengths, padded))
+        for form in members
+        for part, lengths in parts[form]
         for grid in cut_grids(part.merged, lengths)
     ]
     counts: dict[Kind, int] = {}
-    for shape, _, grid, kind, _ in grids:
-        counts[kind] = counts.get(kind, 0) + len(numbers[shape]) * math.prod(grid.counts)
+    for form, _, grid, kind, _ in grids:
+        counts[kind] = counts.get(kind, 0) + len(numbers[form]) * math.prod(grid.counts)
     targets = _shared_shapes(counts) if padded else {kind: kind for kind in counts}
 
     rows: dict[Kind, list[tuple[np.ndarray, np.ndarray]]] = {kind: [] for kind in targets.values()}
-    placed: dict[tuple[int, ...], list[BlockGrid]] = {shape: [] for shape in members}
-    for shape, part, grid, kind, swapped in grids:
+    placed: dict[Form, list[BlockGrid]] = {form: [] for form in members}
+    for form, part, grid, kind, swapped in grids:
         target = targets[kind]
-        placed[shape].append(BlockGrid(batch_name(*target), part, grid, swapped))
-        layer = np.repeat(numbers[shape], math.prod(grid.counts))
+        placed[form].append(BlockGrid(batch_name(*target), part, grid, swapped))
+        layer = np.repeat(numbers[form], math.prod(grid.counts))
         rows[target].append((np.tile(kind[0], (len(layer), 1)), layer))
     batches = {}
     for kind in sorted(rows, key=lambda kind: batch_name(*kind)):
@@ -187,18 +188,19 @@ def tree_layout(
         rows[kind].append((np.tile(kind[0], (spare, 1)), np.full(spare, ends[-1])))
         columns = map(np.concatenate, zip(*rows[kind], strict=True))
         batches[batch_name(*kind)] = BlockBatch(*kind, *columns)
-    groups = [LeafGroup(members[shape], shape, placed[shape]) for shape in members if placed[shape]]
+    groups = [LeafGroup(members[form], form[0], placed[form]) for form in members if placed[form]]
     return TreeLayout(groups, batches, layers, leads, place)
 
 
-def _leaves_by_shape(
+def _leaves_by_form(
     tree: Any, settings: Settings, splits: Splitter
-) -> tuple[dict[tuple[int, ...], list[int]], dict[tuple[int, ...], list[Split]], list[Any]]:
-    """The leaves and the parts by the shape of a layer, and the leading dimensions of each leaf."""
-    members: dict[tuple[int, ...], list[int]] = {}
-    parts: dict[tuple[int, ...], list[Split]] = {}
+) -> tuple[dict[Form, list[int]], dict[Form, list[Split]], list[Any]]:
+    """The leaves and the parts by the form of a layer, and the leading dimensions of each leaf."""
+    members: dict[Form, list[int]] = {}
+    parts: dict[Form, list[Split]] = {}
     leads = []
     stacked = values_by_path("stacked", tree, settings["stacked"])
+    split = values_by_path("split", tree, settings["split"], is_sizes)
     for number, (path, leaf) in enumerate(jax.tree.leaves_with_path(tree)):
         name, optimizer = jax.tree_util.keystr(path), settings["optimizer"]
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -217,14 +219,21 @@ def _leaves_by_shape(
         shape = tuple(leaf.shape[lead:])
         if 0 in leaf.shape:
             continue
+        sizes = split[number]
+        if not (sizes is None or is_sizes(sizes)):
+            raise ValueError(
+                f"{optimizer}: split must be None, a number of equal parts or their sizes for "
+                f"{name} of shape {tuple(leaf.shape)}, got {sizes!r}"
+            )
+        form: Form = (shape, tuple(sizes) if isinstance(sizes, list) else sizes)
         try:
-            parts[shape] = parts.get(shape) or splits(shape, settings)
+            parts[form] = parts.get(form) or splits(shape, {**settings, "split": form[1]})
         except ValueError as error:
             raise ValueError(
-                f"{optimizer}: leaf {name}: {error}, or give it a transformation of its own with "
-                "optax.multi_transform"
+                f"{optimizer}: leaf {name}: {error}; split also takes a tree, with None for leaves "
+                "that are not split"
             ) from None
-        members.setdefault(shape, []).append(number)
+        members.setdefault(form, []).append(number)
     return members, parts, leads
 
 

@@ -151,7 +151,7 @@ class LayoutSettings(TypedDict, total=False):
     """Settings of every optimizer that say what a leaf consists of."""
 
     stacked: Any  # leading dimensions that count matrices: a number, or a tree of numbers
-    split: tuple[int, ...] | int | None  # parts of a fused projection: sizes, or how many
+    split: Any  # parts of a fused projection: sizes, or how many; or a tree of those
     split_dim: int  # the dimension of one matrix along which `split` cuts
 
 
@@ -297,11 +297,26 @@ def refresh_due(settings: Mapping[str, Any]) -> jax.Array | bool:
     return jnp.where(step <= start, step == start, later) | (step <= 0)
 
 
-def values_by_path(name: str, tree: Any, values: Any) -> list[Any]:
-    """The value for each leaf in a tree of values, which may end early: one for a whole subtree."""
+def is_sizes(value: Any) -> bool:
+    """Whether it is one value of `split`, sizes or how many, and no tree of them."""
+    sizes = value if isinstance(value, tuple | list) else (value,)
+    return len(sizes) > 0 and all(isinstance(n, int | np.integer) for n in sizes)
+
+
+def values_by_path(
+    name: str, tree: Any, values: Any, is_value: Callable[[Any], bool] = lambda _: False
+) -> list[Any]:
+    """The value for each leaf in a tree of values, which may end early: one for a whole subtree.
+
+    `is_value`: what is a value of the tree though it is a tree to JAX.
+    """
     # by path and not by position, because optax.masked takes leaves out of `tree` only
     ends = (type(None), PartitionSpec, NamedSharding)
-    by_path = dict(jax.tree.leaves_with_path(values, is_leaf=lambda node: isinstance(node, ends)))
+    by_path = dict(
+        jax.tree.leaves_with_path(
+            values, is_leaf=lambda node: isinstance(node, ends) or is_value(node)
+        )
+    )
     result = []
     for path, _ in jax.tree.leaves_with_path(tree):
         heads = [path[:length] for length in range(len(path), -1, -1) if path[:length] in by_path]

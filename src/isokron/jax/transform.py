@@ -19,6 +19,7 @@ from isokron.jax.linalg import across, spectral_direction
 from isokron.jax.moments import adam, debiased, graft, mixed
 from isokron.jax.settings import first_refresh, in_dtype, is_zero, refresh_due
 from isokron.jax.sharding import Placement, placement_of
+from isokron.jax.stacks import warn_of_stacks
 
 State = dict[str, jax.Array]  # what a method keeps of a batch; blocks first
 
@@ -87,6 +88,7 @@ def scale_by_preconditioned(
     def init(params: Any) -> PreconditionedState:
         leaves, structure = jax.tree.flatten(params)
         layout = layout_of(params, placement_of(params, settings))
+        warn_of_stacks(settings["optimizer"], params, settings["stacked"])
         dtype = jnp.result_type(jnp.float32, *[leaf.dtype for leaf in leaves])
         state = {
             name: _first_state(method, batch, dtype, settings)
