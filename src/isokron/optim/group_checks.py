@@ -19,12 +19,18 @@ from isokron.optim.settings import (
 Group = Mapping[str, Any]
 
 
-def check_settings_(optimizer: str, group: dict[str, Any], traits: Traits) -> None:
-    """Check all settings of a group, and make Python's numbers and tuples of what can be one."""
+def check_settings_(
+    optimizer: str, group: dict[str, Any], traits: Traits, read_lr: bool = True
+) -> None:
+    """Check all settings of a group, and make Python's numbers and tuples of what can be one.
+
+    `read_lr`: also a tensor, for which a device has to be waited for.
+    """
     for key, value in group.items():
         if key not in ("params", "param_names"):
             group[key] = _plain(value)
-    check_group(optimizer, group, sums=traits.heavy_ball)
+    unread = not read_lr and isinstance(group["lr"], Tensor)
+    check_group(optimizer, {**group, "lr": 0.0} if unread else group, sums=traits.heavy_ball)
     if refresh_delay(group) and not traits.operator:
         raise ValueError(
             f"{optimizer}: refresh must be 'together' or 'staggered' for a method that "
@@ -60,10 +66,9 @@ def check_changes_(
     if changed == ["lr"]:  # of every step, under a schedule
         rate = group["lr"] = _plain(group["lr"])
         rule, holds = RULES["lr"]
-        # to read a tensor is to wait for its device
         require(isinstance(rate, Tensor) or holds(rate), optimizer, group, "lr", rule)
     else:
-        check_settings_(optimizer, group, traits)
+        check_settings_(optimizer, group, traits, read_lr=layout is None)
         if layout is None or not layout.fits(group) or group["betas"][1] == 1:
             check_params(optimizer, group, traits)
     if layout is not None:
