@@ -966,3 +966,17 @@ def test_a_vocabulary_of_50257_is_trained_in_bounded_memory(policy: str) -> None
         # columns in bfloat16, a thin basis and a momentum in float32, and a little of the inputs
         assert head["bytes"] < 50257 * 3 * 64 * 4 * 1.01
         assert 0 < head["lost"] < 1  # of 44 gradients a step, the best 32 of 64 are kept
+
+
+def test_a_layer_that_is_frozen_after_its_first_pass_waits_for_the_next() -> None:
+    model = net()
+    optimizer = isokron.NaturalGradient(model, **SETTINGS)
+    loss_of(model, 0).backward()
+    model[3].requires_grad_(False)
+    model[3].weight.grad = None
+    optimizer.step()
+    assert equal(model[3], net()[3])
+    assert not equal(model[0], net()[0])
+    model[3].requires_grad_(True)
+    train(model, optimizer, range(1, 2))
+    assert not equal(model[3], net()[3])

@@ -262,6 +262,9 @@ class NaturalGradient(torch.optim.Optimizer):
         check_shapes("NaturalGradient", group, self._shapes, self.state)
         idle = all(p.grad is None for g in self.param_groups for p in g["params"])
         observed = {} if idle else self._observer.take()
+        for name in list(observed):
+            if not (self._fishers[name].state or self._learns(name)):  # frozen after its first pass
+                del observed[name]
         self._draws = 0
         skip, everyone = self._agree(observed)
         self._make_state()
@@ -485,13 +488,16 @@ class NaturalGradient(torch.optim.Optimizer):
         shared = bool(self._fishers[name].layer.layout.rows)
         return first, f"{name.rpartition('.')[2]}." if shared else ""
 
+    def _learns(self, name: str) -> bool:
+        return any(param.requires_grad for param in self._params[name].values())
+
     def _make_state(self) -> None:
         """Make the state of all trained layers that have none."""
         for name, fisher in self._fishers.items():
             params = list(self._params[name].values())
             if fisher.state:
                 fisher.widen_(params[0])
-            elif any(param.requires_grad for param in params):
+            elif self._learns(name):
                 fisher.make_(params[0], self.param_groups[0]["momentum"])
 
     def _is_asked_for_state(self) -> bool:
