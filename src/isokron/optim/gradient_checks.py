@@ -1,9 +1,10 @@
-"""Checks of gradients before a step changes anything: types, NaN, infinity and overflow."""
+"""Checks before a step changes anything: of gradients, and that no earlier step has failed."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import isfinite
 from operator import attrgetter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -155,3 +156,32 @@ def _what_is_wrong(groups: Sequence[Group], squares: Squares) -> str:
     if huge:
         texts.append(f"gradient too large to be squared, of parameter {', '.join(huge)}")
     return "; ".join(texts)
+
+
+# A step that fails in the middle, as for want of memory, has moved some parameters only.
+
+
+class Stepping(Protocol):
+    """An optimizer; `step_error` is the error that ended a step, "" if none did."""
+
+    step_error: str
+
+
+@contextmanager
+def noting_errors(optimizer: Stepping) -> Iterator[None]:
+    """Remember an error: parameters and state are then of two different steps."""
+    try:
+        yield
+    except Exception as error:
+        optimizer.step_error = f"{type(error).__name__}: {error}"
+        raise
+
+
+def refuse_after_error(optimizer: Stepping) -> None:
+    """Raise if a step has failed since the optimizer was made or a state was loaded."""
+    if optimizer.step_error:
+        raise RuntimeError(
+            f"{type(optimizer).__name__}: a step failed in the middle ({optimizer.step_error}), so "
+            "that parameters and state are of two different steps; load the model and "
+            "optimizer.load_state_dict() from before it, or make both anew"
+        )

@@ -25,7 +25,12 @@ from isokron.linalg.precision import full_precision
 from isokron.optim.adamw import AdamW
 from isokron.optim.checkpoint import asks_for_state
 from isokron.optim.checkpoint_header import checked, format_of, not_finite
-from isokron.optim.gradient_checks import check_shapes, wide_dtype
+from isokron.optim.gradient_checks import (
+    check_shapes,
+    noting_errors,
+    refuse_after_error,
+    wide_dtype,
+)
 from isokron.optim.natural_checks import (
     SAME,
     Shown,
@@ -79,6 +84,8 @@ class NaturalGradient(torch.optim.Optimizer):
         betas: rates of AdamW's moments.
         nonfinite: "raise", "skip" the step or "ignore" gradients that are not finite.
     """
+
+    step_error = ""
 
     def __init__(
         self,
@@ -245,6 +252,7 @@ class NaturalGradient(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step; `closure` clears the gradients, computes the loss and calls backward()."""
         group, loss = self.param_groups[0], None
+        refuse_after_error(self)
         check_arguments({**self._arguments, **group})
         check_shown(self.state, self._shown)
         if closure is None and self._is_asked_for_state():
@@ -273,12 +281,13 @@ class NaturalGradient(torch.optim.Optimizer):
             logger.warning("skipped a step: %s", skip)
         if skip is not None or idle:
             return
-        for fisher, means, terms, places in self._means(observed, everyone):
-            fisher.fold_(means, terms, places, group["factor_beta"])
-        self._refresh_(group)
-        self._write_(group)
-        if self._adamw is not None:
-            self._adamw.step()
+        with noting_errors(self):
+            for fisher, means, terms, places in self._means(observed, everyone):
+                fisher.fold_(means, terms, places, group["factor_beta"])
+            self._refresh_(group)
+            self._write_(group)
+            if self._adamw is not None:
+                self._adamw.step()
         group["steps"] += 1
         self._show()
         self._arm()
@@ -515,6 +524,7 @@ class NaturalGradient(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Flat keys and plain tensors, the same on all ranks. Take it after a step."""
+        refuse_after_error(self)
         packed = super().state_dict()
         if self._adamw is not None:
             part, group = self._adamw.state_dict(), packed["param_groups"][1]
@@ -559,6 +569,7 @@ class NaturalGradient(torch.optim.Optimizer):
         self.state.clear()
         self._show()
         self._arm()
+        self.step_error = ""
 
     def __getstate__(self) -> dict[str, Any]:
         # without the ranks, which belong to this process

@@ -39,6 +39,8 @@ from isokron.optim.gradient_checks import (
     check_types,
     forms_of,
     gradient_sums,
+    noting_errors,
+    refuse_after_error,
 )
 from isokron.optim.group_checks import check_changes_, check_params, check_settings_
 from isokron.optim.layout import GroupLayout, Traits, build_layout, matrices_of
@@ -90,6 +92,7 @@ class Preconditioned(torch.optim.Optimizer):
     _recorder: Recorder | None = None  # made by the first call of `statistics`
     # by consolidate_state_dict: the state of all ranks, or {} where another rank has it
     _consolidated: dict[int, Any] | None = None
+    step_error = ""
 
     def __init__(
         self, params: Params, lr: float | Tensor, traits: Traits | None = None, **settings: Any
@@ -149,6 +152,7 @@ class Preconditioned(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
+        refuse_after_error(self)
         new = closure is None and not self.state
         if new and checkpoint.asks_for_state(self.param_groups, self._agreement):
             self._current_layouts()
@@ -179,17 +183,22 @@ class Preconditioned(torch.optim.Optimizer):
         self._consolidated = None
         if self._recorder is not None:
             self._recorder.begin_step()
-        for group, layout in zip(self.param_groups, self._current_layouts(), strict=True):
-            note_peak_(group)
-            if not self.traits.heavy_ball:
-                follow_cycle_(group)
-            before = layout.averages.before() if layout.averages else []
-            self._step_blocks(layout, group)
-            moved = [params.step_(group) for params in layout.adamw]
-            if layout.averages:
-                layout.averages.after_(before, group)
-            if any(moved):  # AdamW's state is in other tensors now
-                self._show(layout)
+        layouts = self._current_layouts()
+        with noting_errors(self):
+            for group, layout in zip(self.param_groups, layouts, strict=True):
+                self._step_group(layout, group)
+
+    def _step_group(self, layout: GroupLayout, group: dict[str, Any]) -> None:
+        note_peak_(group)
+        if not self.traits.heavy_ball:
+            follow_cycle_(group)
+        before = layout.averages.before() if layout.averages else []
+        self._step_blocks(layout, group)
+        moved = [params.step_(group) for params in layout.adamw]
+        if layout.averages:
+            layout.averages.after_(before, group)
+        if any(moved):  # AdamW's state is in other tensors now
+            self._show(layout)
 
     def _check_step(self) -> str | None:
         """Raise if no step can be made, or say why to skip this one; None to take it.
@@ -597,6 +606,7 @@ class Preconditioned(torch.optim.Optimizer):
 
     def _packed(self) -> dict[str, Any]:
         """torch's state dict of what this process has, in the order of parameters."""
+        refuse_after_error(self)
         self._settle()
         packed = super().state_dict()
         # batch by batch the order would differ from rank to rank; and parameters that share a step
@@ -635,6 +645,7 @@ class Preconditioned(torch.optim.Optimizer):
         self._consolidated = None
         with checkpoint.loading(self):
             super().load_state_dict(dict(state_dict))
+        self.step_error = ""
 
     def __getstate__(self) -> dict[str, Any]:
         if self._is_shared():
