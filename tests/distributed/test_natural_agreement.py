@@ -124,8 +124,11 @@ def spoiled(mode: str, where: str, policy: str) -> tuple[str, int, bool]:
         if where == "gradient":
             model[0].weight.grad[0, 0] = torch.nan
         else:
+            grads = [param.grad.clone() for param in model[0].parameters()]
             outputs = model[0](torch.ones(1, 4).double())
-            torch.autograd.grad(outputs, [outputs], torch.full_like(outputs, torch.nan))
+            outputs.backward(torch.full_like(outputs, torch.nan))
+            for param, grad in zip(model[0].parameters(), grads, strict=True):
+                param.grad = grad
     text = failure(optimizer.step)
     same = all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     after = optimizer.state_dict()["state"]
