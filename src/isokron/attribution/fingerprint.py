@@ -26,9 +26,8 @@ LAYERS = 4  # whose gradients are measured
 SEARCHED = 16  # examples of which the first two with a loss are measured
 LARGEST = 2**24  # parameters of such a layer, if there are smaller ones
 TOLERANCE = 1e-3  # relative
-ROUNDING = 16  # the same as a multiple of the machine epsilon, for half precision
+ROUNDING = 8  # the same as a multiple of the machine epsilon, for half precision
 FLOOR = 1e-3  # of the tolerance: a loss below it is what rounding leaves of numbers near 1
-
 TINY = 1e-30
 LOSSES = "losses"
 
