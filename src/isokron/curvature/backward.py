@@ -20,7 +20,7 @@ from isokron.curvature.hooks import (
 )
 from isokron.curvature.layers import Layer
 from isokron.curvature.losses import CrossEntropy, Likelihood, Loss, terms_and_weights
-from isokron.curvature.statistics import Uses, joined
+from isokron.curvature.statistics import Masks, Uses, joined
 from isokron.linalg.precision import full_precision
 
 Fold = Callable[[Layer, Uses], None]
@@ -71,9 +71,8 @@ class Passes:
         # [N], which examples of the last batch have a term that counts; None where all terms do
         self.weighted: Tensor | None = None
         self.waiting: dict[str, list[Event]] = {}
-        # positions that one of many passes reaches, by layer, and whether they are being looked for
-        self.reach: dict[str, Tensor | None] = {}
-        self.looks = False
+        # positions that one of many passes reaches, and whether they are being looked for
+        self.masks, self.looks = Masks(), False
         self.reached: set[str] = set()  # layers that had a gradient in this pass over the data
         self.head: Event | None = None  # with probabilities in the place of gradients
         self.warned = False
@@ -117,7 +116,7 @@ class Passes:
         self.watcher.products = [] if closed_form else None
         self.watcher.calls.clear()
         self.head = None
-        self.reach.clear()
+        self.masks.clear()
         with self.watcher:
             self._backward_passes(batch, fold)
         self.watcher.products = None
@@ -155,14 +154,10 @@ class Passes:
         with self.plain():
             grouped = [by_example(event, self.examples, self.terms) for event in events]
             uses = joined(grouped, self.dtype, self.weighted, masks)
-            name = events[0].layer.name
             if self.looks:
-                self.reach[name] = uses.counted
+                self.masks.add(uses)
                 return
-            if name in self.reach and kind is None:
-                mask = self.reach[name]
-                if mask is None or mask.size(1) == uses.grads.size(2):
-                    uses = replace(uses, counted=mask)
+            uses = uses if kind else self.masks.on(uses)
             fold(events[0].layer, uses if kind is None else replace(uses, kind=kind))
 
     def _totals(self, batch: Any) -> Iterator[tuple[Tensor, bool]]:

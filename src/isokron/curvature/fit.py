@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from isokron.curvature.curvature import Curvature, LayerCurvature
 from isokron.curvature.layers import Layer
 from isokron.curvature.losses import Likelihood, Loss
 from isokron.curvature.selection import Selection, find_layers
-from isokron.curvature.statistics import GradientRows, Sums, Uses, check_finite, either, means_of
+from isokron.curvature.statistics import GradientRows, Masks, Sums, Uses, check_finite, means_of
 from isokron.digest import weights_digest
 from isokron.distributed.process_group import Ranks
 from isokron.distributed.rank_tasks import gather, share, together
@@ -135,41 +136,54 @@ class Fold:
         self, methods: Mapping[str, str], fisher: str, sharing: str, sums: Mapping[str, Sums]
     ) -> None:
         self.methods, self.fisher, self.sharing = dict(methods), fisher, sharing
-        self.waiting: dict[str, tuple[Layer, Uses]] = {}
+        self.waiting: dict[tuple[Any, ...], tuple[Layer, Uses]] = {}  # by layer and source
+        self.masks = Masks()
         self.sums = {TERMS: Sums({TERMS: torch.zeros((), dtype=torch.float64)}), **sums}
 
     def take(self, layer: Layer, uses: Uses) -> None:
         """The uses of one layer in one backward pass, or in place of all of them, of a softmax."""
         sums, method = self.sums[layer.name], self.methods[layer.name]
         shared = self._shared(uses)
+        self.masks.add(uses)
         if uses.kind == "softmax" and method in ("tkfac", "shampoo"):
             statistics.softmax_traced_(sums, uses, self.sharing if method == "tkfac" else "expand")
         elif uses.kind == "softmax":
             statistics.output_covariance_(sums, uses)
-            self.waiting[layer.name] = layer, uses
+            self._wait(layer, uses)
         elif uses.kind == "diagonal":
             statistics.diagonal_(sums, uses, list(layer.layout.params))
         elif method == "tkfac":
-            statistics.traced_(sums, shared, layer.columns)
+            if shared is uses or uses.counted is None or self.fisher == "exact":
+                statistics.traced_(sums, shared, layer.columns)
+            else:  # which positions the mean input is of
+                self._wait(layer, uses)
         elif method == "shampoo":
             statistics.gradients_(sums, uses, layer.columns)
-        elif self.fisher == "exact":
-            # inputs count once a batch, however many passes go back from it
+        elif self.fisher == "exact" or uses.counted is not None:
+            # inputs count once a batch, however many passes go back from it, and where the
+            # gradient of this layer or of another with the same input is not zero
             statistics.output_covariance_(sums, shared)
-            before = self.waiting.get(layer.name, (layer, None))[1]
-            self.waiting[layer.name] = layer, either(before, uses)
+            self._wait(layer, replace(uses, grads=uses.grads.new_empty(*uses.grads.shape[:3], 1)))
         else:
             statistics.covariances_(sums, shared, layer.columns)
+
+    def _wait(self, layer: Layer, uses: Uses) -> None:
+        self.waiting[layer.name, uses.source] = layer, uses
 
     def end_batch(self, terms: float) -> None:
         self.end_inputs()
         self.sums[TERMS][TERMS] += terms
 
     def end_inputs(self) -> None:
-        """Fold the inputs that several backward passes have in common."""
+        """Fold the inputs of layers for which it was not known yet which positions count."""
         for layer, uses in self.waiting.values():
-            statistics.input_covariance_(self.sums[layer.name], self._shared(uses), layer.columns)
+            sums, shared = self.sums[layer.name], self._shared(self.masks.on(uses))
+            if self.methods[layer.name] == "tkfac":
+                statistics.traced_(sums, shared, layer.columns)
+            else:
+                statistics.input_covariance_(sums, shared, layer.columns)
         self.waiting.clear()
+        self.masks.clear()
 
     def _shared(self, uses: Uses) -> Uses:
         return statistics.reduced(uses) if self.sharing == "reduce" else uses

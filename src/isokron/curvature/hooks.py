@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.backends import mha
 from torch.nn import functional
 from torch.nn.modules.conv import _ConvNd
+from torch.utils.weak import WeakIdKeyDictionary
 
 from isokron.curvature.layers import PARTS, Layer, embedding_scale, epsilon_of
 from isokron.curvature.selection import find_layers
@@ -26,7 +27,8 @@ class Event:
     inputs: [B, N, S, i], or numbers of columns [B, N, S]; grads: of its outputs, [B, N, S, o]. Of
     an expert, every token routed to it is an example: `tokens` [N] are their numbers among all
     `count` tokens of the batch; regrouped by example, [N, S] are their positions in it, and −1
-    where rows were filled up. vector: outputs have no dimension of positions.
+    where rows were filled up. vector: outputs have no dimension of positions. source: equal for
+    layers of the same input, and for those right behind them.
     """
 
     layer: Layer
@@ -35,6 +37,7 @@ class Event:
     tokens: Tensor | None = None
     count: int = 0
     vector: bool = False
+    source: tuple[int, ...] = ()
 
 
 Sink = Callable[[Event], None]
@@ -70,6 +73,7 @@ class Watcher:
     def __init__(self, layers: list[Layer], sink: Sink) -> None:
         self.layers, self.sink = layers, sink
         self.calls: dict[str, int] = {}
+        self.sources = WeakIdKeyDictionary()  # of the outputs of layers
         self.products: list[tuple[Layer, Tensor, Tensor, tuple[int, int]]] | None = None
         self.handles: list[Any] = []
         self.owners: dict[Layer, Layer] = {}  # which layer a use of a shared weight belongs to
@@ -141,16 +145,18 @@ class Watcher:
             or belong to several layers.
         """
         x, owner = inputs.detach(), self.owners[layer]
+        source = self.sources.get(inputs, (x.untyped_storage()._cdata, int(x.storage_offset())))
 
         def events(grad: Tensor) -> Iterator[Event]:
             grad = grad if part is None else part(grad)
             grads = outputs_of(layer, grad)
             # of a bias, inputs are not looked at
             inputs = inputs_of(layer, x) if layer.has_weight else grads
-            event = Event(layer, inputs, grads, vector=grad.ndim == 2)
+            event = Event(layer, inputs, grads, vector=grad.ndim == 2, source=source)
             yield event if layer is owner else as_use_of(owner, event)
 
         self._await([owner], inputs, outputs, events)
+        self.sources[outputs] = source
 
     def _await(
         self,

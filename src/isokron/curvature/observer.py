@@ -1,6 +1,7 @@
 """Statistics of layers from the passes that a training loop makes anyway."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,8 @@ class Observer(Watcher):
 
     def forget(self) -> None:
         """Drop what was observed, as gradients are dropped. Passes under way still count."""
+        self.fold.waiting.clear()
+        self.fold.masks.clear()
         self.fold.sums = {layer.name: self.make_sums(layer.name) for layer in self.layers}
         self.terms: dict[str, float] = {}
         self.reached: set[str] = set()  # layers that `observe` has come to
@@ -99,6 +102,7 @@ class Observer(Watcher):
         """The sums of every layer that was observed, and their number of loss terms."""
         for name in list(self.waiting):  # uses whose gradient never came, and those beside them
             self._fold(name)
+        self.fold.end_inputs()
         self.calls.clear()
         taken = {name: (self.fold.sums[name], self.terms[name]) for name in self.terms}
         names = [layer.name for layer in self.layers if layer.name in taken]
@@ -125,12 +129,13 @@ class Observer(Watcher):
         alike: dict[tuple[int, int], list[Event]] = {}
         for number, event in self.waiting.pop(name):
             alike.setdefault((number, event.grads.size(1)), []).append(event)
-        for events in alike.values():
+        for (number, _), events in alike.items():
             layer = events[0].layer
             self.reached.add(name)
             dtype = next(layer.module.parameters()).dtype
             uses = joined(events, torch.promote_types(dtype, torch.float32), self.weighted)
             if self.fisher == "empirical":  # a term of the loss is an example
+                uses = replace(uses, source=(number, *uses.source))
                 self.terms[name] = self.terms.get(name, 0.0) + uses.grads.size(1)
             with torch.no_grad():
                 self.fold.take(layer, uses)

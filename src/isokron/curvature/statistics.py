@@ -17,6 +17,7 @@ Martens & Grosse 1503.05671, George et al. 1806.03884, Gao et al. 2011.10741, Gu
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,10 +36,10 @@ class Uses:
 
     inputs: [B, N, S, i], or numbers of columns [B, N, S] where `kind` is "index"; grads:
     [B, N, S, o], in whose place a "softmax" has its probabilities. `counted`: [N, S], the positions
-    that a gradient reaches, None where all count. `bias`: every input has a one after it, which is
+    that a gradient reaches, None where all do. `bias`: every input has a one after it, which is
     not written down: a copy of all inputs would cost more than it says. `positions`: [N, S], where
     in an example of `length` positions the tokens of an expert are, −1 for none; None where all
-    positions are.
+    positions are. `source`: equal for layers of the same input.
     """
 
     inputs: Tensor
@@ -48,6 +49,7 @@ class Uses:
     bias: bool = False
     positions: Tensor | None = None
     length: int = 0
+    source: tuple[Any, ...] = ()
 
     def written(self) -> "Uses":
         """The same with the ones of a bias among the inputs."""
@@ -98,7 +100,10 @@ def joined(
     routed = [event.tokens for event in events if event.tokens is not None]
     positions = torch.cat(routed, 1) if routed and routed[0].ndim == 2 else None
     bias = layer.kind == "dense" and layer.layout.bias
-    return Uses(inputs, grads.to(dtype), layer.kind, counted, bias, positions, events[0].count)
+    source = *(event.source or layer.name for event in events), *grads.shape[1:3]
+    return Uses(
+        inputs, grads.to(dtype), layer.kind, counted, bias, positions, events[0].count, source
+    )
 
 
 def _is_vector(event: Event) -> bool:
@@ -116,13 +121,20 @@ def _counted(event: Event, weighted: Tensor | None) -> Tensor:
     return event.grads.abs().amax(3).ne(0).any(0)
 
 
-def either(before: Uses | None, uses: Uses) -> Uses:
-    """Of two passes back through the same uses: the positions that count in one of them."""
-    if before is None or before.grads.size(2) < uses.grads.size(2):
-        return uses
-    if before.counted is None or before.grads.size(2) > uses.grads.size(2):
-        return before
-    return replace(before, counted=None if uses.counted is None else before.counted | uses.counted)
+class Masks(dict[tuple[Any, ...], Tensor | None]):
+    """Positions that count in a layer, or in another that has the same input; None: all.
+
+    A gradient that is zero but for rounding, as that of the query of a first word, which has
+    nothing else to attend to, thus decides nothing: that of its value is not.
+    """
+
+    def add(self, uses: Uses) -> None:
+        mask = self.get(uses.source, uses.counted)
+        every = mask is None or uses.counted is None
+        self[uses.source] = None if every else mask | uses.counted  # type: ignore[operator]
+
+    def on(self, uses: Uses) -> Uses:
+        return replace(uses, counted=self[uses.source]) if uses.source in self else uses
 
 
 def reduced(uses: Uses) -> Uses:
