@@ -204,6 +204,10 @@ def train(
     return model.eval(), checkpoints, optimizer
 
 
+def only_model(setting: Setting, task: Task, indices: Tensor, seed: int) -> nn.Module:
+    return train(setting, task, indices, seed)[0]
+
+
 class Study:
     """One setting: its models, queries, and the losses of retrained models."""
 
@@ -217,15 +221,12 @@ class Study:
             for n in range(queries)
         ]
 
-    def train_model(self, task: Task, indices: Tensor, seed: int) -> nn.Module:
-        return train(self.setting, task, indices, seed)[0]
-
     @cached_property
     def losses(self) -> Tensor:
         start, repeats = time.process_time(), self.setting.repeats
-        losses = retrain(
-            self.folder, self.task, self.train_model, self.members, [self.asked], repeats=repeats
-        )
+        # not a method: its digest would be that of all that the study has computed
+        model = partial(only_model, self.setting)
+        losses = retrain(self.folder, self.task, model, self.members, [self.asked], repeats=repeats)
         print(f"{self.name}: retrained in {time.process_time() - start:.0f} CPU s", flush=True)
         return losses
 
