@@ -390,3 +390,9 @@ def test_examples_that_a_run_leaves_out_are_queries(isokron: Call) -> None:
     code, out, err = isokron("attribute", "run", *options, "--query", "train:1000")
     assert code == 0, err
     assert "\ntrain:1000: " in out
+
+
+def test_a_missing_folder_is_told_before_data_are_looked_for(isokron: Call) -> None:
+    pytest.importorskip("transformers")
+    call = isokron("fit", "run", "--model", "./gone", "--data", "organization/data")
+    fails(call, 2, "no folder 'gone' with a model; give the folder")

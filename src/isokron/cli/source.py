@@ -43,7 +43,9 @@ class Source:
         metavar="TASK",
     )
     model: str | None = option(
-        None, "Hugging Face model, instead of --task: folder or hub name.", metavar="MODEL"
+        None,
+        "Hugging Face model, instead of --task: folder (also of an adapter of peft) or hub name.",
+        metavar="MODEL",
     )
     data: str | None = option(
         None,
@@ -127,11 +129,13 @@ class Source:
             return load(self.task)
         from isokron.tasks.documents import read_documents
         from isokron.tasks.huggingface import classifier, language_model
+        from isokron.tasks.model_location import locate
 
         assert self.model is not None
         assert self.data is not None
         settings: dict[str, Any] = {"context": self.context, "long": self.long, "evaluation": 0}
         label = self.label or ("label" if self.kind == "classifier" else None)
+        locate(self.model)  # a missing folder is told before data are looked for on a hub
         # read first, since loading the model may take long
         documents = read_documents(self.data, text=self.text, label=label, id=self.id)
         if self.kind == "classifier":

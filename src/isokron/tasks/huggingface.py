@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from isokron.tasks.catalog import import_optional, shuffled
 from isokron.tasks.documents import Document, read_documents
+from isokron.tasks.model_location import locate
 from isokron.tasks.task import Batch, Examples, Logits, Shown, Task, mean_cross_entropy
 from isokron.tasks.tokens import completion_pieces, decoded_pieces, text_pieces
 
@@ -39,7 +40,8 @@ def language_model(
     """Predict the next token of documents with a causal language model.
 
     Args:
-        model: a folder, which is loaded without network access, or a name on the hub.
+        model: a folder, which is loaded without network access, or a name on the hub. A folder
+            with an adapter of peft, such as LoRA, is loaded with its base.
         data: documents, or a source for read_documents.
         text: column of texts; see read_documents.
         id: column of ids; see read_documents.
@@ -90,7 +92,8 @@ def classifier(
     A query is `text => label`, or `text` for the class that the model predicts.
 
     Args:
-        model: a folder, which is loaded without network access, or a name on the hub.
+        model: a folder, which is loaded without network access, or a name on the hub. A folder
+            with an adapter of peft, such as LoRA, is loaded with its base.
         data: documents, or a source for read_documents.
         text: column of texts; see read_documents.
         label: column of classes, by the names in the model's configuration or by number.
@@ -141,16 +144,10 @@ class Pretrained:
         why = "Hugging Face models need the package transformers"
         self.transformers = import_optional("transformers", "hf", why)
         self.kind, self.dtype, self.long = kind, dtype, long
-        folder = Path(model).expanduser()
-        # a folder is loaded without network access
-        self.local = folder.is_dir() and str(model) != ""
-        self.path = str(folder) if self.local else str(model)
-        if not self.local and (isinstance(model, Path) or not model or model[0] in "./~"):
-            raise ValueError(
-                f"no folder {self.path!r} with a model; give the folder that save_pretrained "
-                f"wrote, or a name on the hub; paths are relative to {Path.cwd()}"
-            )
-        self.config, self.tokenizer = self._from("AutoConfig"), self._from("AutoTokenizer")
+        self.location = locate(model)
+        self.path = self.location.path
+        self.config = self._from("AutoConfig", self.path)
+        self.tokenizer = self._from("AutoTokenizer", self.location.tokenizer)
         config, tokenizer = self.config.get_text_config(), self.tokenizer
         self.vocabulary: int = getattr(config, "vocab_size", UNLIMITED)
         limits = (getattr(config, "max_position_embeddings", 0), tokenizer.model_max_length)
@@ -176,18 +173,21 @@ class Pretrained:
         self.texts: list[tuple[str, str, int]] = []  # id, text and first token of every example
         self.skipped: list[str] = []
 
-    def _from(self, kind: str, **options: Any) -> Any:
-        load = getattr(self.transformers, kind).from_pretrained
+    def _from(self, kind: str, path: str, **options: Any) -> Any:
+        load, local = getattr(self.transformers, kind).from_pretrained, Path(path).is_dir()
         try:
-            return load(self.path, local_files_only=self.local, **options)
+            # a folder is loaded without network access
+            return load(path, local_files_only=local, **options)
         except (OSError, ValueError) as error:
-            raise ValueError(f"model {self.path!r} cannot be loaded: {error}") from error
+            here = "" if local else f"there is no such folder in {Path.cwd()}, and on the hub: "
+            raise ValueError(f"model {path!r} cannot be loaded: {here}{error}") from error
 
     def load(self) -> nn.Module:
         """The model with its weights, in evaluation mode."""
-        model, info = self._from(self.kind, dtype=self.dtype, output_loading_info=True)
-        if info["missing_keys"]:
-            missing = ", ".join(sorted(info["missing_keys"])[:4])
+        model, info = self._from(self.kind, self.path, dtype=self.dtype, output_loading_info=True)
+        absent = {k for k in info["missing_keys"] if not {*self.location.saved} & {*k.split(".")}}
+        if absent:
+            missing = ", ".join(sorted(absent)[:4])
             raise ValueError(f"{self.path}: has no weights for {missing}; train the model first")
         # classifiers based on language models find the last token by it
         model.config.get_text_config().pad_token_id = self.pad
@@ -196,7 +196,7 @@ class Pretrained:
                 # GPT-2's activation is eight operations; torch has the same formula in one
                 if type(child).__name__ == "NewGELUActivation":
                     setattr(module, name, nn.GELU(approximate="tanh"))
-        return model
+        return self.location.adapted(model).eval()
 
     def task(
         self,
@@ -209,7 +209,7 @@ class Pretrained:
         train = Examples(self.tokens(documents))
         ids = [name for name, _, _ in self.texts]
         return Task(
-            name=Path(self.path).resolve().name,
+            name=Path(self.location.adapter or self.path).resolve().name,
             model=self.load,
             train=train,
             evaluation=None if unseen is None else Examples(self.tokens(unseen)),
