@@ -20,6 +20,7 @@ from isokron.curvature import (
     SquaredError,
     fit,
 )
+from isokron.curvature.backward import hessian_roots, sampled_slopes
 
 METHODS = ("kfac", "ekfac", "tkfac", "shampoo")
 DOUBLE = {"dtype": torch.float64}
@@ -324,6 +325,28 @@ def test_fractional_weights_count_squares_of_gradients_once() -> None:
     found = fit(model, [(x, t)], loss, **DOUBLE).layers[""].statistics["output"][0]
     g = model(x).softmax(-1).detach() - functional.one_hot(t, CLASSES)
     torch.testing.assert_close(found, (g * weights[:, None]).T @ g / weights.sum(), **EXACT)
+
+
+class Graded(CrossEntropy):
+    """Terms of fractional weights."""
+
+    def weights(self, targets: Tensor) -> Tensor:
+        return torch.tensor([0.25, 1.0, 0.0, 2.0]).double()[torch.arange(len(targets)) % 4]
+
+
+def test_drawn_and_all_labels_have_gradients_of_fractional_weights_once() -> None:
+    model, x, t = nn.Linear(3, CLASSES).double(), torch.randn(4, 3).double(), labels(4)
+    weights, p = Graded().weights(t), model(x).softmax(-1).detach()
+    want = torch.diag(weights @ p) - (p * weights[:, None]).T @ p
+    found = fit(model, [(x, t)], Graded(), fisher="exact", **DOUBLE).layers[""].statistics
+    torch.testing.assert_close(found["output"][0], want / weights.sum(), **EXACT)
+    outputs = model(x).detach()
+    slopes = sampled_slopes(Graded(), outputs, weights, torch.Generator().manual_seed(0))
+    drawn = Graded().draw(outputs, torch.Generator().manual_seed(0))
+    rows = p - functional.one_hot(drawn, CLASSES)
+    torch.testing.assert_close(slopes, weights.sqrt()[:, None] * rows, **EXACT)
+    roots = hessian_roots(Graded(), outputs, weights)
+    torch.testing.assert_close(sum(root.T @ root for root in roots), want, **EXACT)
 
 
 def test_an_exact_fisher_of_many_classes_is_warned_of_before_the_first_backward_pass(
