@@ -114,6 +114,27 @@ def test_terms_by_example_and_by_position_have_the_same_inputs() -> None:
             )
 
 
+class Lookup(nn.Module):
+    """Values, and queries by two matrices, of which the first position has no use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up, self.value = nn.Linear(4, 2), nn.Linear(2, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        use = (torch.arange(x.size(1)) > 0)[:, None].to(x)
+        return self.value(x) + (self.up(self.down(x)) * use)[..., :3]
+
+
+def test_positions_of_layers_with_the_same_input_count_alike() -> None:
+    model, x = Lookup().double(), torch.randn(3, 4, 4).double()
+    found = fit(model, [(x, torch.randint(3, (3, 4)))], CrossEntropy(), dtype=torch.float64)
+    for name, inputs in {"down": x, "up": model.down(x).detach(), "value": x}.items():
+        rows = torch.cat([inputs, torch.ones(3, 4, 1)], 2).flatten(0, 1)
+        side = found.layers[name].statistics["input"][0]
+        torch.testing.assert_close(side, rows.T @ rows / 12, **EXACT)
+
+
 def test_every_vector_counts_even_if_a_relu_passes_nothing_on() -> None:
     model = nn.Sequential(nn.Linear(2, 1), nn.ReLU(), nn.Linear(1, 3))
     model[0].weight.data[:] = 1.0
