@@ -11,13 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isokron.curvature.hooks import (
-    Event,
-    Watcher,
-    by_example,
-    inputs_of,
-    outputs_of,
-)
+from isokron.curvature.events import Event, by_example, inputs_of, outputs_of
+from isokron.curvature.hooks import Watcher
 from isokron.curvature.layers import Layer
 from isokron.curvature.losses import CrossEntropy, Likelihood, Loss, terms_and_weights
 from isokron.curvature.statistics import Masks, Uses, joined

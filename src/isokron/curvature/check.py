@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from isokron.curvature.backward import Passes, frozen, leaves_of, unchanged
-from isokron.curvature.hooks import Event, Watcher, by_example
+from isokron.curvature.events import Event, by_example
+from isokron.curvature.hooks import Watcher
 from isokron.curvature.layers import NORMS, Layer, unwrapped
 from isokron.curvature.losses import Likelihood, Loss, terms_and_weights
 from isokron.curvature.selection import Selection

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from isokron.curvature.backward import hessian_roots, sampled_slopes, warn_of_passes
+from isokron.curvature.events import Event
 from isokron.curvature.fit import Fold
-from isokron.curvature.hooks import Event, Watcher
+from isokron.curvature.hooks import Watcher
 from isokron.curvature.layers import Layer
 from isokron.curvature.losses import Likelihood
 from isokron.curvature.statistics import Sums, eigenvalues_, joined

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isokron.curvature.hooks import Event
+from isokron.curvature.events import Event
 from isokron.linalg import gram_, mirror_
 from isokron.operators import centered_factor, storage_device, store, woodbury_policy
 
