@@ -51,14 +51,7 @@ MODELS = {
     "gpt-neox": Architecture("GPTNeoXForCausalLM", TEXT),
     "qwen2": Architecture("Qwen2ForCausalLM", TEXT),
     "qwen3": Architecture("Qwen3ForCausalLM", {**TEXT, "head_dim": 4}),
-    "gemma2": Architecture(
-        "Gemma2ForCausalLM",
-        {**TEXT, "head_dim": 4},
-        {
-            "model.embed_tokens": "Gemma2TextScaledWordEmbedding",
-            "lm_head": "model.embed_tokens has its weight too",
-        },
-    ),
+    "gemma2": Architecture("Gemma2ForCausalLM", {**TEXT, "head_dim": 4}),
     "opt": Architecture(
         "OPTForCausalLM",
         {**TEXT, "ffn_dim": 12, "word_embed_proj_dim": 8},
