@@ -81,6 +81,20 @@ def check_writable(folder: Path) -> None:
         raise explained(folder, error) from None
 
 
+def read_json(path: Path, remedy: str, keys: Collection[str] = ()) -> dict[str, Any]:
+    """The JSON object in a file, which has these keys; else an error that says what to do."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}; {remedy}") from None
+    missing = (
+        [key for key in keys if key not in value] if isinstance(value, dict) else ["a JSON object"]
+    )
+    if missing:
+        raise ValueError(f"{path} is damaged: {', '.join(missing)} is missing; {remedy}")
+    return dict(value)
+
+
 def check_free(folder: Path, marker: str, ours: Collection[str] = ()) -> None:
     """Refuse a folder with other files than `ours` in it, unless the file `marker` is there."""
     if folder.exists() and not folder.is_dir():

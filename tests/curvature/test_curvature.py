@@ -260,7 +260,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_layer_and_both_shapes(tmp_
     for model, message in (
         (
             problem(bias=False)[0],
-            r"layer '0' is .*'0\.bias': \(4,\).* in the checkpoint and .*model",
+            r"layer '0' is .*'0\.bias': \(4,\).* in .*curvature.json and .*model",
         ),
         (problem(width=7)[0], r"layer '0' is .*'0\.weight': \(4, 5\).* and .*weight': \(7, 5\)"),
         (nn.Sequential(nn.Linear(5, 4)), r"layer '2' is .*'2\.weight': \(3, 4\).* and None in"),

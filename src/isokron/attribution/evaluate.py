@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from isokron.attribution.queries import Query
 from isokron.digest import hash_of
-from isokron.files import check_same, write_json
+from isokron.files import check_same, read_json, write_json
 from isokron.tasks import Batch, Examples, Shown, Task
 from isokron.training import Progress, digest, silent, task_digest
 
@@ -349,7 +349,7 @@ def _mislabelled(
 def _computed_once(path: Path, settings: Mapping[str, Any], compute: Callable[[], Any]) -> Any:
     """The result in a file, which must have the same settings; else it is computed and written."""
     if path.exists():
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = read_json(path, "delete it, and it is computed again", ["result"])
         result = record.pop("result")
         try:
             check_same(path, "evaluation", record, settings)

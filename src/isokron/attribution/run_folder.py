@@ -26,7 +26,7 @@ from isokron.curvature.save import INDEX
 from isokron.digest import weights_digest
 from isokron.distributed import Ranks
 from isokron.distributed.rank_tasks import in_turn
-from isokron.files import check_free, check_same, clear_beside, locked, write_json
+from isokron.files import check_free, check_same, clear_beside, locked, read_json, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -188,18 +188,15 @@ def read_record(folder: Path) -> dict[str, Any]:
     """The validated content of run.json."""
     path = folder / RECORD
     try:
-        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        record = read_json(path, "begin a new run")
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(
             f"no run in {folder}: {RECORD} is missing; begin one with: isokron attribute {folder}"
         ) from None
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}; begin a new run") from None
-    head = record if isinstance(record, dict) else {}
-    if {name: head.get(name) for name in FORMAT} != FORMAT:
+    if {name: record.get(name) for name in FORMAT} != FORMAT:
         raise ValueError(
-            f"{path} is {head.get('format')!r} of version {head.get('version')!r}, this isokron "
-            f"{__version__} reads {FORMAT['format']!r} of version {FORMAT['version']}; begin a new "
-            "run"
+            f"{path} is {record.get('format')!r} of version {record.get('version')!r}, this "
+            f"isokron {__version__} reads {FORMAT['format']!r} of version {FORMAT['version']}; "
+            "begin a new run"
         )
-    return record
+    return read_json(path, "begin a new run", ("source", "fingerprint", "stages", *VERSIONS))

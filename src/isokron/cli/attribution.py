@@ -419,6 +419,8 @@ def query(
 
 def input_lines() -> Iterator[str]:
     """Non-empty lines of stdin, with a prompt in a terminal."""
+    if sys.stdin is None:
+        raise ValueError("stdin is closed; give queries in a pipe, or use isokron score --query")
     prompt = "query> " if sys.stdin.isatty() else ""
     echo(prompt, end="", err=True)
     for line in sys.stdin:

@@ -19,7 +19,7 @@ from isokron._version import __version__
 from isokron.curvature.curvature import Curvature, LayerCurvature
 from isokron.curvature.layers import Layout, all_layers
 from isokron.digest import weights_digest
-from isokron.files import locked, write_atomically
+from isokron.files import locked, read_json, write_atomically
 from isokron.operators import CholeskyInverse, Dense, Diagonal, Kron, KronEigen, LowRank
 
 FORMAT = 5
@@ -81,7 +81,7 @@ def load_curvature(folder: str | Path, model: nn.Module | None = None) -> Curvat
     except (KeyError, TypeError) as error:
         raise ValueError(f"{folder / INDEX} lacks {error}; {REMEDY}") from None
     if model is not None:
-        _check_against(curvature, model)
+        _check_against(curvature, model, folder / INDEX)
         old, new = curvature.fingerprint.get("weights"), weights_digest(model)
         if old not in (None, new):
             raise ValueError(
@@ -91,7 +91,7 @@ def load_curvature(folder: str | Path, model: nn.Module | None = None) -> Curvat
     return curvature
 
 
-def _check_against(curvature: Curvature, model: nn.Module) -> None:
+def _check_against(curvature: Curvature, model: nn.Module, path: Path) -> None:
     """Refuse layers that the model does not have, or has in another shape."""
     layouts = {layer.name: layer.layout for layer in all_layers(model)[0]}
     for name, layer in curvature.layers.items():
@@ -101,8 +101,8 @@ def _check_against(curvature: Curvature, model: nn.Module) -> None:
                 for layout in (layer.layout, layouts.get(name))
             )
             raise ValueError(
-                f"layer {name!r} is {saved} in the checkpoint and {actual} in the model; load it "
-                "with the model it was fitted to"
+                f"layer {name!r} is {saved} in {path} and {actual} in the model; load it with the "
+                f"model it was fitted to, or {REMEDY}"
             )
 
 
@@ -163,10 +163,7 @@ def _index(path: Path) -> dict[str, Any]:
         raise FileNotFoundError(
             f"no curvature in {path.parent}: {INDEX} is missing; save one first"
         )
-    try:
-        index = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}; {REMEDY}") from None
+    index = read_json(path, REMEDY)
     if index.get("format") != FORMAT:
         raise ValueError(
             f"{path} has format {index.get('format')!r} (isokron {index.get('isokron')}), this "

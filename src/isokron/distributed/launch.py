@@ -1,6 +1,7 @@
 """A process that torchrun started joins the others, and leaves with them."""
 
 import os
+import re
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -63,7 +64,13 @@ class Launched:
 def join(env: Mapping[str, str] = os.environ, timeout: float | None = None) -> Launched | None:
     """The ranks that torchrun, or whoever set its variables, started this process as one of; None
     for one that is alone. `timeout`: seconds; by default ISOKRON_TIMEOUT, or an hour."""
-    if int(env.get("WORLD_SIZE", "1")) <= 1:
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT"):
+        if not re.fullmatch(r"\d*", env.get(name, "")):
+            raise ValueError(
+                f"{name} must be a whole number, got {env[name]!r}; start isokron by: torchrun "
+                "--nproc-per-node N -m isokron ..., or unset it"
+            )
+    if int(env.get("WORLD_SIZE") or 1) <= 1:
         return None
     missing = [name for name in NEEDED if name not in env]
     if missing:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 import platform
@@ -19,7 +18,7 @@ from typing import Any, TypeAlias
 import torch
 
 from isokron._version import __version__
-from isokron.files import check_free, check_same, lock, write_json
+from isokron.files import check_free, check_same, lock, read_json, write_json
 from isokron.optimizers_by_name import YARDSTICK, resolve
 from isokron.race import train
 from isokron.race.page import write_reports
@@ -268,7 +267,7 @@ def race_folder(folder: Path, settings: Mapping[str, Any], resume: bool) -> Iter
             if not resume:
                 problem = "already holds a race; continue it with resume=True"
                 raise ValueError(f"out {str(folder)!r} {problem}, or {NEW_FOLDER}")
-            saved = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+            saved = read_json(folder / SETTINGS, NEW_FOLDER)
             check_same(folder, "race", saved, settings)
         # first: by them the folder is known as a race's, also if this process is killed here
         write_json(folder / SETTINGS, settings)
@@ -283,5 +282,12 @@ def write_run(folder: Path, run: Run) -> None:
 
 
 def read_runs(folder: Path) -> list[Run]:
-    paths = sorted((folder / RUNS).glob("[!.]*.json"))
-    return [Run(**json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+    return [_read_run(path) for path in sorted((folder / RUNS).glob("[!.]*.json"))]
+
+
+def _read_run(path: Path) -> Run:
+    remedy = "delete it, and the same command makes the run again"
+    try:
+        return Run(**read_json(path, remedy))
+    except TypeError as error:
+        raise ValueError(f"{path} is no run of a race: {error}; {remedy}") from None
