@@ -269,7 +269,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_layer_and_both_shapes(tmp_
             Curvature.load(tmp_path / "bias", model)
     model, data = problem(bias=False)
     fit(model, data, LOSS).save(tmp_path / "none")
-    with pytest.raises(ValueError, match=r"in the checkpoint and .*'0\.bias': \(4,\)"):
+    with pytest.raises(ValueError, match=r"curvature.json and .*'0\.bias': \(4,\)"):
         Curvature.load(tmp_path / "none", problem()[0])
     attention = nn.MultiheadAttention(4, 2, batch_first=True)
     batch = [(torch.randn(3, 2, 4), torch.randint(4, (3, 2)))]
