@@ -130,7 +130,7 @@ def test_files_are_the_same_every_time_and_the_curvature_loads(reading, tmp_path
     assert len(first) == 4
     saved = json.loads(first["inspect.json"])
     assert [layer["name"] for layer in saved["layers"]] == ["tokens", "norm", "head"]
-    loaded = Curvature.load(tmp_path / "one" / "curvature", reading.model())
+    loaded = Curvature.load(tmp_path / "one" / "curvature")
     assert loaded.report()[2]["trace"] == pytest.approx(saved["layers"][2]["trace"])
 
 
