@@ -198,10 +198,19 @@ class Comparison(Watcher):
     def _take(self, event: Event) -> None:
         layer = event.layer
         self.reached.add(layer.name)
-        event = by_example(event, self.passes.examples, self.passes.terms)
+        rows, examples = event.grads, self.passes.examples
+        is_sequence = event.tokens is None and rows.size(2) > 1
+        event = by_example(event, examples, self.passes.terms)
         largest = event.grads.abs().amax((0, 2, 3))  # [N]
         leaked = (largest != 0) & largest.isfinite()
-        if self.passes.examples is not None and bool(leaked[~self.rows].any()):
+        if examples is not None and bool(leaked[~self.rows].any()):
+            # as chosen and rejected texts of DPO are joined
+            if is_sequence and (many := rows.size(1) // examples) > 1:
+                copies = rows.abs().amax((0, 2, 3)).view(many, examples)
+                if not copies[:, ~self.rows].any():
+                    raise ValueError(
+                        f"is called with {many} batches as one, call the model for each"
+                    )
             raise ValueError("mixes examples")
         if event.inputs.shape[:3] != event.grads.shape[:3]:
             counts = event.inputs.size(2), event.grads.size(2)
