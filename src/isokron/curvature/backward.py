@@ -15,7 +15,8 @@ from isokron.curvature.events import Event, by_example, inputs_of, outputs_of
 from isokron.curvature.hooks import Watcher
 from isokron.curvature.layers import Layer
 from isokron.curvature.losses import CrossEntropy, Likelihood, Loss, terms_and_weights
-from isokron.curvature.statistics import Masks, Uses, joined
+from isokron.curvature.positions import Masks
+from isokron.curvature.statistics import Uses, joined
 from isokron.linalg.precision import full_precision
 
 Fold = Callable[[Layer, Uses], None]

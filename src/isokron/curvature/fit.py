@@ -13,8 +13,9 @@ from isokron.curvature.backward import Passes, check_reached
 from isokron.curvature.curvature import Curvature, LayerCurvature
 from isokron.curvature.layers import Layer
 from isokron.curvature.losses import Likelihood, Loss
+from isokron.curvature.positions import Masks
 from isokron.curvature.selection import Selection, find_layers
-from isokron.curvature.statistics import GradientRows, Masks, Sums, Uses, check_finite, means_of
+from isokron.curvature.statistics import GradientRows, Sums, Uses, check_finite, means_of
 from isokron.digest import weights_digest
 from isokron.distributed.process_group import Ranks
 from isokron.distributed.rank_tasks import gather, share, together
