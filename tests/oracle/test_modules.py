@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autograd_oracle import Case, check, drawn
 from isokron.curvature import CrossEntropy
+from own_forward import Causal, LayerNorm2d, Scaled, Standardised
 
 # a first segment in a reentrant checkpoint has no inputs that require gradients
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
@@ -35,35 +36,9 @@ class Net(nn.Module):
         return result
 
 
-class Scaled(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.linear(x, 2 * self.weight, self.bias)
-
-
-class Standardised(nn.Conv2d):
-    def forward(self, x: Tensor) -> Tensor:
-        centred = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
-        return self._conv_forward(x, centred, self.bias)
-
-
-class Causal(nn.Conv1d):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(functional.pad(x, (2, 0)))
-
-
 class ScaledEmbedding(nn.Embedding):
     def forward(self, words: Tensor) -> Tensor:
         return super().forward(words) * 3.0
-
-
-class LayerNorm2d(nn.LayerNorm):
-    """As in ConvNeXt: channels come first."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = functional.layer_norm(
-            x.permute(0, 2, 3, 1), self.normalized_shape, self.weight, self.bias, self.eps
-        )
-        return x.permute(0, 3, 1, 2)
 
 
 class LoRALinear(nn.Linear):
