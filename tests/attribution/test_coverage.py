@@ -87,7 +87,7 @@ def test_scores_of_a_model_with_trained_biases_alone_are_those_of_its_biases(
     a = Attributor(tmp_path, model, rows, loss=LOSS).fit(None)
     trained = WIDTH + WORDS
     assert (a.selection.covered, a.selection.total) == (trained, 2 * WORDS * WIDTH + 64 + trained)
-    assert "left out: 0 (embedding), 1, 3 (frozen)" in a.selection.summary()
+    assert "left out: 0 (embedding), 1.weight, 3.weight (frozen)" in a.selection.summary()
     grads = gradients(model, rows)
     torch.testing.assert_close(plain(a.score(rows[:2], save=False)), grads[:2] @ grads.T)
     # their curvature is a diagonal: the mean of squares

@@ -13,22 +13,11 @@ from isokron.curvature.backward import Passes
 from isokron.curvature.check import check_layers
 from isokron.curvature.layers import Layer, unpack
 from isokron.curvature.statistics import Uses
+from tiny_text_config import TEXT, VOCABULARY
 
 transformers = pytest.importorskip("transformers")
 
-EXAMPLES, LENGTH, VOCABULARY = 3, 6, 19
-TEXT = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 8,
-    "intermediate_size": 12,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 16,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+EXAMPLES, LENGTH = 3, 6
 
 
 @dataclass(frozen=True)

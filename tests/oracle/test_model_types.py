@@ -11,23 +11,12 @@ from torch.nn import functional
 
 from autograd_oracle import Case, check, drawn
 from isokron.curvature import CrossEntropy
+from tiny_text_config import TEXT, VOCABULARY
 
 transformers = pytest.importorskip("transformers")
 
-VOCABULARY, LABELS = 19, 4
+LABELS = 4
 SHARED = "cannot be told apart by example"  # all examples have the same positions
-TEXT = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 8,
-    "intermediate_size": 12,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 16,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 
 
 @dataclass(frozen=True)

@@ -173,11 +173,12 @@ def all_layers(model: nn.Module) -> tuple[list[Layer], list[Unknown]]:
                 layers += _experts(name, module, names)
         covered = {x for layer in layers[count:] for x in layer.layout.params.values()}
         others = {key: param for key, param in params.items() if names[param] not in covered}
-        if covered and not any(param.requires_grad for param in others.values()):
-            reason = "frozen"
         if others:
             sizes = {names[param]: param.numel() for param in others.values()}
-            unknown.append((name or "the model itself", reason, sizes))
+            what = name or "the model itself"
+            if covered and not any(param.requires_grad for param in others.values()):
+                what, reason = ", ".join(sizes), "frozen"
+            unknown.append((what, reason, sizes))
     return layers, unknown
 
 
