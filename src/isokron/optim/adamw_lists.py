@@ -108,12 +108,6 @@ def update_(lists: Lists, group: Mapping[str, Any], count: StepCount) -> None:
     }
     if adamw_(params, grads, *state, count=count, **settings):
         return
-    for param, exp_avg in zip(params, exp_avgs, strict=True):
-        if param.shape != exp_avg.shape:
-            raise RuntimeError(
-                f"AdamW: a parameter must keep its shape, but one of {tuple(exp_avg.shape)} is "
-                f"{tuple(param.shape)} now; make the optimizer anew"
-            )
     # fused kernels read memory and ignore strides
     targets = [_laid_out(p, m) for p, m in zip(params, exp_avgs, strict=True)]
     copies = [_laid_out(g, m) for g, m in zip(grads, exp_avgs, strict=True)]
