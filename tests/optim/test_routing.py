@@ -733,3 +733,49 @@ def test_a_bare_table_has_the_state_of_adamw() -> None:
 def test_the_name_of_another_method_is_no_route() -> None:
     with pytest.raises(ValueError, match=r"one optimizer has one method.*got route='shampoo'"):
         build(isokron.SOAP, nn.Linear(2, 2).parameters(), route="shampoo")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_kinds_are_patterns_so_that_two_learning_rates_are_one_argument(tied: bool) -> None:
+    model = Decoder(tied)
+    scale = {"matrices": 1.0, "heads": 4.0, "*": 8.0}  # a tied embedding is an embedding
+    groups = isokron.param_groups(model, lr_scale=scale, weight_decay={"embeddings": 0.3})
+    by_name = {name: group for group in groups for name, _ in group["params"]}
+    rates = {name: group["lr_scale"] for name, group in by_name.items()}
+    found = kinds(model)
+    assert rates == {name: scale.get(kind, 8.0) for name, kind in found.items()}
+    assert ("heads" in found.values()) == (not tied)
+    assert by_name["wte.weight"]["weight_decay"] == 0.3
+    by_adamw = isokron.param_groups(model, adamw="matrices")
+    assert all(group["route"] == "adamw" for group in by_adamw)
+    with pytest.raises(ValueError, match=r"pattern 'embedding' matches no.*kinds are matrices, "):
+        isokron.param_groups(model, lr_scale={"embedding": 4.0})
+    for wrong in (0, -1.0, "4", float("inf")):
+        with pytest.raises(ValueError, match="lr_scale must be a finite number above 0"):
+            isokron.param_groups(model, lr_scale={"heads": wrong})
+
+
+def test_two_learning_rates_are_those_of_torch_in_groups_of_its_own() -> None:
+    models = [Decoder(), Decoder()]
+    models[1].load_state_dict(models[0].state_dict())
+    groups = isokron.param_groups(models[0], lr_scale={"matrices": 1.0, "*": 8.0})
+    ours = isokron.AdamW(groups, lr=0.01, weight_decay=0.0)
+    params = dict(models[1].named_parameters())
+    matrices = [params[name] for name, kind in kinds(models[1]).items() if kind == "matrices"]
+    others = [p for p in params.values() if all(p is not matrix for matrix in matrices)]
+    theirs = torch.optim.AdamW(
+        [{"params": matrices}, {"params": others, "lr": 0.08}],
+        lr=0.01,
+        weight_decay=0.0,
+        fused=True,
+    )
+    for optimizer, model in zip((ours, theirs), models, strict=True):
+        cycle = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 10)
+        for seed in range(5):
+            generator = torch.Generator().manual_seed(seed)
+            for param in model.parameters():
+                param.grad = torch.randn(param.shape, generator=generator)
+            optimizer.step()
+            cycle.step()
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import islice
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -55,7 +56,9 @@ def param_groups(
     their matrices. Frozen parameters are left out. `print(isokron.describe(groups))` shows the
     result; see docs/routing.md.
 
-    Patterns are matched against full names ("blocks.*.wq.weight"); the first match wins. A model in
+    Patterns are matched against full names ("blocks.*.wq.weight"); the first match wins. A kind
+    ("matrices", "embeddings", "heads", "norms", "vectors", …) is a pattern too: two learning rates,
+    of hidden matrices and of everything else, are `lr_scale={"matrices": 1, "*": 8}`. A model in
     DDP, DataParallel, torch.compile or checkpointing is routed as the bare one, with its names.
 
     Args:
@@ -73,7 +76,8 @@ def param_groups(
         **settings: Any setting of a group (docs/engine.md): a value for all groups, or a mapping
             of patterns to values. One value of `route` is for the matrices, and one of
             `weight_decay` for all but norms and biases. `stacked` also takes patterns alone.
-            Examples: `split={"*.qkv.weight": 3}`, `lr_scale={"head.*": 0.5}`, `weight_decay=0.1`.
+            Examples: `split={"*.qkv.weight": 3}`, `lr_scale={"embeddings": 4, "head.*": 0.5}`,
+            `weight_decay=0.1`.
     """
     if not isinstance(match_adamw, bool):
         raise ValueError(
@@ -85,8 +89,12 @@ def param_groups(
     kinds = find_kinds(model, _heads(model, named, head))
     parts = find_parts(model)
     base = {} if base_shapes is None else read_base_shapes(base_shapes, named)
-    usual, by_pattern = _split_settings(settings, named)
-    by_pattern["route"] = {**_routes(adamw, method, named), **by_pattern.get("route", {})}
+    names_by_kind: dict[str, list[str]] = {kind: [] for kind in KINDS}
+    for name, param in named.items():
+        names_by_kind[kinds[param]].append(name)
+    usual, by_pattern = _split_settings(settings, named, names_by_kind)
+    routes = _routes(adamw, method, named, names_by_kind)
+    by_pattern["route"] = {**routes, **by_pattern.get("route", {})}
     groups: dict[str, dict[str, Any]] = {}
     guessed: dict[str, str] = {}
     for name, param in named.items():
@@ -155,7 +163,9 @@ def _trainable(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _split_settings(
-    settings: Mapping[str, Any], named: Mapping[str, Tensor]
+    settings: Mapping[str, Any],
+    named: Mapping[str, Tensor],
+    names_by_kind: Mapping[str, Sequence[str]],
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Values for all groups, and values by parameter name; wrong names and values are refused."""
     usual: dict[str, Any] = {"route": "method"}
@@ -167,7 +177,7 @@ def _split_settings(
         if key == "stacked" and isinstance(value, str | Sequence):
             value = dict.fromkeys([value] if isinstance(value, str) else value, 1)
         if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
-            by_pattern[key] = _lookup(value, named, key)
+            by_pattern[key] = _lookup(value, named, key, names_by_kind)
             values = list(value.values())
         else:
             usual[key], values = value, [value]
@@ -177,9 +187,14 @@ def _split_settings(
     return usual, by_pattern
 
 
-def _routes(adamw: Patterns, method: Patterns, named: Mapping[str, Tensor]) -> dict[str, Any]:
-    routes = dict.fromkeys(_lookup(adamw, named, "adamw"), "adamw")
-    for name in _lookup(method, named, "method"):
+def _routes(
+    adamw: Patterns,
+    method: Patterns,
+    named: Mapping[str, Tensor],
+    names_by_kind: Mapping[str, Sequence[str]],
+) -> dict[str, Any]:
+    routes = dict.fromkeys(_lookup(adamw, named, "adamw", names_by_kind), "adamw")
+    for name in _lookup(method, named, "method", names_by_kind):
         if name in routes:
             raise ValueError(f"param_groups: {name!r} matches both adamw and method; keep one")
         if not is_matrix(named[name].shape):
@@ -192,18 +207,26 @@ def _routes(adamw: Patterns, method: Patterns, named: Mapping[str, Tensor]) -> d
 
 
 def _lookup(
-    patterns: Mapping[str, Any] | Patterns, named: Mapping[str, Tensor], argument: str
+    patterns: Mapping[str, Any] | Patterns,
+    named: Mapping[str, Tensor],
+    argument: str,
+    names_by_kind: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """By name, the value of the first pattern that matches; every pattern must match a name."""
+    """By name, the value of the first pattern that matches.
+
+    A kind may have no parameter, as a model with a tied embedding has no head; every other pattern
+    must match a name.
+    """
     if not isinstance(patterns, Mapping):
         patterns = dict.fromkeys([patterns] if isinstance(patterns, str) else patterns, True)
     values: dict[str, Any] = {}
     for pattern, value in patterns.items():
-        matches = [name for name in named if fnmatchcase(name, pattern)]
-        if not matches:
+        matches = names_by_kind.get(pattern) or [n for n in named if fnmatchcase(n, pattern)]
+        if not matches and pattern not in names_by_kind:
+            kinds = f"; kinds are {', '.join(names_by_kind)}" if names_by_kind else ""
             raise ValueError(
                 f"param_groups: {argument} pattern {pattern!r} matches no trainable parameter; "
-                f"names look like {', '.join(list(named)[:3])}"
+                f"names look like {', '.join(list(named)[:3])}{kinds}"
             )
         for name in matches:
             values.setdefault(name, value)

@@ -334,7 +334,8 @@ COUNT: Rule = ("a whole number of at least 0", is_whole)
 SWITCH: Rule = ("True or False", lambda value: isinstance(value, bool))
 FLOAT_DTYPE: Rule = ("None or a floating-point dtype", _is_dtype)
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(("lr", "lr_scale", "weight_decay", "eps"), NONNEGATIVE),
+    **dict.fromkeys(("lr", "weight_decay", "eps"), NONNEGATIVE),
+    "lr_scale": ("a finite number above 0", lambda value: is_number(value) and value > 0),
     **dict.fromkeys(("momentum", "average_decay"), FRACTION),
     "average_beta": ("at least 0 and at most 1", lambda value: 0 <= _scalar(value) <= 1),
     **{
