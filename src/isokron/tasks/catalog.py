@@ -21,6 +21,7 @@ Item = TypeVar("Item", int, str)
 DIGITS = "8×8 handwritten digits, small convolutional network"
 MNIST = "28×28 handwritten digits, small convolutional network"
 SPEECHES = "byte language model of US presidents' speeches, decoder transformer"
+LLAMA = "byte-pair language model of the same speeches, Llama with a tied embedding"
 # description, parameters and training examples, so that tasks can be listed without loading them
 BUILT_IN = {
     "digits-tiny": (DIGITS, 38_378, 1_437),
@@ -29,9 +30,10 @@ BUILT_IN = {
     "mnist-small": (MNIST, 321_034, 4_488),
     "speeches-tiny": (SPEECHES, 135_808, 172_172),
     "speeches-small": (SPEECHES, 862_464, 172_172),
+    "llama-bpe": (LLAMA, 1_880_480, 40_616),
 }
 # function that creates a task of any size → its module
-MODULES = {"digits": "digits", "mnist": "digits", "speeches": "speeches"}
+MODULES = {"digits": "digits", "mnist": "digits", "speeches": "speeches", "llama": "llama"}
 
 
 def names() -> list[str]:

