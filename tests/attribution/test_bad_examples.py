@@ -120,6 +120,8 @@ def test_a_query_is_named(tmp_path: Path) -> None:
     a = begun(tmp_path, pairs({})).fit()
     with pytest.raises(FloatingPointError, match=r"query 'query 1' has a loss of inf; ask without"):
         a.score([pairs()[0], pairs()[9]])
+    with pytest.raises(FloatingPointError, match=r"query 'query 1' has a loss of inf; ask without"):
+        a.build(4).score([pairs()[0], pairs()[9]])
     with pytest.raises(FloatingPointError, match=r"example 'row 17' for query .* is nan; mend it"):
         begun(tmp_path / "root", pairs({17: ""})).fit(None).score(pairs()[:1])
 

@@ -238,6 +238,23 @@ def test_changes_of_weights_are_seen_however_they_are_made(change: Callable[...,
     assert digest.weights_digest(model) != before == digest.weights_digest(network())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_number_changed_beside_autograd_is_seen(dtype: torch.dtype) -> None:
+    model = nn.Sequential(*(nn.Linear(7, 5) for _ in range(20))).to(dtype)
+    model[3].weight.data = model[3].weight.data.T.contiguous().T
+    model[5].bias.data = torch.randn(7).to(dtype)[2:]
+    for place, param in enumerate(model.parameters()):
+        before = digest.weights_digest(model)
+        param.data[place % 5].add_(1)
+        assert digest.weights_digest(model) != before
+
+
+def test_compiled_models_have_the_weights_of_bare_ones(tmp_path: Path) -> None:
+    run(tmp_path).fit().score(examples()[:2])
+    compiled: Any = torch.compile(network(), backend="eager")
+    run(tmp_path, compiled).fit().score(examples()[:2])
+
+
 def test_a_second_call_hashes_no_weights(tmp_path: Path, monkeypatch) -> None:
     size = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=50_000, num_attention_heads=4, **size))

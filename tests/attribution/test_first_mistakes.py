@@ -40,6 +40,11 @@ def test_a_call_without_the_folder_says_so(tmp_path: Path) -> None:
         wrong(tmp_path / "run", pairs(), loss=CROSS_ENTROPY)
 
 
+def test_a_dict_of_data_sets_is_refused_by_its_keys(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"train_set .* a dict of 'train', 'test'; give one of"):
+        begun(tmp_path, {"train": pairs(), "test": pairs()})
+
+
 def test_arguments_of_the_data_stand_in_the_signature(tmp_path: Path) -> None:
     names = list(inspect.signature(Attributor).parameters)
     assert {"collate", "batch_size", "lengths", "ids"} <= set(names)

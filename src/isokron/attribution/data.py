@@ -56,6 +56,12 @@ class Data:
             collate = collate or source.collate_fn
             batch_size = batch_size or source.batch_size
             source = source.dataset
+        if isinstance(source, Mapping):
+            raise ValueError(
+                f"train_set must be readable by index, got a {type(source).__name__} of "
+                f"{', '.join(map(repr, list(source)[:6]))}; give one of its data sets, or a list "
+                "of examples"
+            )
         indexed = hasattr(source, "__getitem__") and not isinstance(source, IterableDataset)
         if not indexed and not isinstance(source, Examples):
             raise ValueError(

@@ -23,7 +23,12 @@ from isokron.attribution.projection import (
     with_entries,
 )
 from isokron.attribution.queries import Query
-from isokron.attribution.score import QueryGradients, exact_scores, query_gradients
+from isokron.attribution.score import (
+    QueryBatches,
+    QueryGradients,
+    exact_scores,
+    query_gradients,
+)
 from isokron.attribution.store import (
     DTYPES,
     SCHEMA,
@@ -314,7 +319,7 @@ class StoreScorer(ExactScorer):
     def query_rows(self, by_name: dict[str, Encoder], queries: Sequence[Query]) -> Tensor:
         """Projected gradients of queries: [Q, D]"""
         subject, rows = self.subject, list[Tensor]()
-        batches = self._batches_of(queries)
+        batches = QueryBatches(self._batches_of(queries), [query.name for query in queries])
         # a query may be a batch of several rows, whose gradients are summed
         collect(subject.model, batches, subject.loss, by_name, lambda r, *_: rows.append(r.sum(0)))
         return torch.stack(rows).float().cpu()
