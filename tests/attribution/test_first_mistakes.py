@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -156,6 +157,14 @@ def test_lists_of_tokens_of_any_length_are_examples(tmp_path: Path) -> None:
     assert a.score([[2, 3]], save=False).shape == (1, 3)
     with pytest.raises(ValueError, match=r"got one example, .*put it into a list"):
         a.score([1, 2, 3])
+
+
+def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
+    a = begun(tmp_path, max_side=np.int64(100), examples=np.int64(5))
+    a.fit(examples=np.int64(4), seed=np.int64(1)).build(np.int64(2), damping=np.float32(0.25))
+    a.score([pairs()[0]], top=np.int64(1), unit=np.bool_(True))
+    a = begun(tmp_path, max_side=100, examples=5).fit(examples=4, seed=1)
+    a.build(2, damping=0.25).score([pairs()[0]], top=1, unit=True)
 
 
 @pytest.mark.parametrize("name", ["../outside", "a/b", "..", ".", ".hidden", "", "/tmp"])

@@ -5,7 +5,7 @@ import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor, nn
 
@@ -13,6 +13,7 @@ from isokron.curvature.losses import CrossEntropy, Likelihood, Loss
 from isokron.tasks import Task
 
 P = ParamSpec("P")
+R = TypeVar("R")
 Ids = Sequence[str]
 Lengths = Sequence[int] | None
 
@@ -32,6 +33,21 @@ def suggest_keywords(init: Callable[P, None]) -> Callable[P, None]:
         init(*args, **keywords)
 
     return checked
+
+
+def plain_numbers(method: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a method: numbers of numpy are numbers of Python, as in the files of a run."""
+
+    def plain(value: Any) -> Any:
+        is_number = getattr(value, "shape", None) == () and hasattr(value, "item")
+        return value.item() if is_number else value
+
+    @functools.wraps(method)
+    def called(*args: P.args, **keywords: P.kwargs) -> R:
+        keyed: Any = {name: plain(value) for name, value in keywords.items()}
+        return method(args[0], *map(plain, args[1:]), **keyed)  # type: ignore[arg-type]
+
+    return called
 
 
 def check_folder(folder: Any, model: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from isokron.attribution.arguments import check_folder, suggest_keywords, with_task
+from isokron.attribution.arguments import check_folder, plain_numbers, suggest_keywords, with_task
 from isokron.attribution.bad_examples import finite_pairs, without_bad
 from isokron.attribution.data import Data, Subject, show_example, spread, to_device
 from isokron.attribution.fingerprint import Fingerprints
@@ -86,6 +86,7 @@ class Attributor:
     """
 
     @suggest_keywords
+    @plain_numbers
     def __init__(
         self,
         folder: str | Path,
@@ -140,6 +141,7 @@ class Attributor:
         self.folder = RunFolder(Path(folder), origin, self.fingerprints, ranks)
         self.fit_stage = FitStage(self.subject, self.folder, self.fingerprints)
 
+    @plain_numbers
     def fit(
         self,
         method: str | None = "kfac",
@@ -252,6 +254,7 @@ class Attributor:
         subject = replace(self.subject, layers=layers)
         return StoreScorer(subject, self.inverse, self.exact, store, self.budget.limit // 4)
 
+    @plain_numbers
     def build(
         self,
         dim: int | None = None,
@@ -317,6 +320,7 @@ class Attributor:
         check_same(path, "store", stored, wanted)
         return store
 
+    @plain_numbers
     def score(
         self,
         queries: Any,
