@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from itertools import permutations
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -277,6 +278,50 @@ def test_a_renamed_parameter_is_refused_and_a_wrapped_one_is_not() -> None:
     names[names.index("module._orig_mod.twin.weight")] = "gate.weight"
     with pytest.raises(ValueError, match=r"no parameter 'twin\.weight'.*none named 'gate\.weight'"):
         optimizer.load_state_dict(state)
+
+
+@every_case
+def test_a_step_may_be_a_number_of_python_or_a_tensor_of_integers(case: Case) -> None:
+    """As in checkpoints of older optimizers of torch, and of tools that rewrite them."""
+    model, optimizer = after_three_steps(case)
+    for convert in (int, float, lambda step: step.long()):
+        state = copy.deepcopy(optimizer.state_dict())
+        for entry in state["state"].values():
+            entry["step"] = convert(entry["step"])
+        twin = copy.deepcopy(model)
+        loaded = case.make(twin.named_parameters())
+        loaded.load_state_dict(state)
+        after = loaded.state_dict()["state"]
+        for number, entry in optimizer.state_dict()["state"].items():
+            assert equal_entries(entry, after[number])
+
+
+def test_wrappers_are_not_taken_off_names_that_would_be_equal() -> None:
+    """A layer may be called `module` too."""
+
+    def of(prefix: str) -> isokron.AdamW:
+        names = [f"{prefix}{name}" for name in ("a.weight", "module.a.weight")]
+        return isokron.AdamW([(name, nn.Parameter(torch.ones(3, 3))) for name in names])
+
+    with pytest.raises(ValueError, match=r"no parameter '_orig_mod\.a\.weight'"):
+        of("_orig_mod.").load_state_dict(saved(of("")))
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("lr", [np.float64(0.5), np.float32(0.5), np.array(0.5)])
+@pytest.mark.parametrize("method", [isokron.AdamW, isokron.SOAP, isokron.NaturalGradient])
+def test_learning_rates_of_numpy_are_saved_as_plain_numbers(
+    method: Any, lr: Any, steps: int
+) -> None:
+    model = net()
+    optimizer = method(model if method is isokron.NaturalGradient else model.parameters())
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    if steps:
+        train(model, optimizer, range(steps))
+    state = saved(optimizer)
+    assert {type(group["lr"]) for group in state["param_groups"]} == {float}
+    optimizer.load_state_dict(state)
 
 
 @pytest.mark.parametrize(("first", "second"), list(permutations(METHODS, 2)))

@@ -23,6 +23,7 @@ from isokron.distributed import (
 from isokron.distributed.gradient_buckets import BUCKET_BYTES, GradientBuckets
 from isokron.kernels import Lists, StepCount, Tensors, adamw_
 from isokron.linalg.device_transfer import as_tensor
+from isokron.optim.gradient_checks import GRAD
 from isokron.optim.quantization import dequantize, quantize, stochastic_bfloat16
 from isokron.optim.settings import decay_rate, learning_rate
 
@@ -63,7 +64,7 @@ class FusedList:
 
     def step_(self, group: Mapping[str, Any]) -> bool:
         """One step; True if parameters have counters of their own now."""
-        grads = [grad for p in self.params if (grad := p.grad) is not None]
+        grads = [grad for grad in map(GRAD, self.params) if grad is not None]
         if not grads:
             return False
         if len(grads) == len(self.params):

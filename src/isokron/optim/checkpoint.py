@@ -24,7 +24,7 @@ from isokron.optim.blocks import Batch
 from isokron.optim.checkpoint_header import checked, not_finite
 from isokron.optim.layout import GroupLayout
 from isokron.optim.refresh import is_under_way
-from isokron.optim.settings import param_name
+from isokron.optim.settings import param_name, plain
 
 Entry = Mapping[str, Any]
 
@@ -110,16 +110,22 @@ def asks_for_state(groups: Sequence[Entry], agreement: StepAgreement | None = No
     return moving is None
 
 
-def with_dtype_names(groups: Sequence[Entry]) -> list[dict[str, Any]]:
-    """Groups with dtypes by name: torch's full state dicts may hold no dtypes."""
+def saved_groups(groups: Sequence[Entry]) -> list[dict[str, Any]]:
+    """Groups without NumPy's numbers, which torch.load refuses, and with dtypes by name.
+
+    torch's full state dicts may hold no dtypes.
+    """
     return [
-        {k: str(v) if isinstance(v, torch.dtype) else v for k, v in group.items()}
+        {
+            k: str(v) if isinstance(v, torch.dtype) else v if isinstance(v, list) else plain(v)
+            for k, v in group.items()
+        }
         for group in groups
     ]
 
 
 def _dtype(value: Any) -> Any:
-    """Undo `with_dtype_names` for one value."""
+    """Undo `saved_groups` for one value."""
     if isinstance(value, str) and value.startswith("torch."):
         return getattr(torch, value.removeprefix("torch."))
     return value
@@ -231,7 +237,8 @@ def _check_shapes(
         for key in saved.keys() & expected.keys():
             value = as_tensor(saved[key])
             shape = value.shape
-            if value.is_floating_point() != expected[key].is_floating_point():
+            differs = value.is_floating_point() != expected[key].is_floating_point()
+            if differs and key != "step":  # which others save as a whole number
                 raise ValueError(
                     f"{where}: {key!r} is in {value.dtype} in the state and in "
                     f"{expected[key].dtype} here; set moments before the first step"

@@ -52,8 +52,8 @@ def checked(
     if sizes[0] != sizes[1]:
         raise ValueError(
             f"{optimizer}: the checkpoint has groups of {sizes[0]} parameters, this optimizer of "
-            f"{sizes[1]}; make it from the same model and groups, with or without "
-            "isokron.param_groups and its overrides"
+            f"{sizes[1]}; make it from the same model and groups, with the same "
+            "layers frozen, and with or without isokron.param_groups and its overrides"
         )
     ordered: list[dict[str, Any]] = []
     for i, (group, current) in enumerate(zip(saved, groups, strict=True)):
@@ -112,7 +112,10 @@ def _in_order(optimizer: str, number: int, saved: Group, current: Group) -> list
     if not (theirs and ours) or any(isinstance(key, str) for key in keys):
         return keys  # torch.distributed.checkpoint has put them in order by the model's names
     if set(theirs) != set(ours):
-        theirs, ours = ([_bare(name) for name in names] for names in (theirs, ours))
+        bare = [[_bare(name) for name in names] for names in (theirs, ours)]
+        # not where two parameters would have one name: a layer may be called `module` too
+        if all(len(set(names)) == len(names) for names in bare):
+            theirs, ours = bare
     by_name = dict(zip(theirs, keys, strict=True))
     for name in ours:
         if name not in by_name:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from math import isfinite
 from operator import attrgetter
 from typing import Any, Protocol
@@ -15,7 +16,8 @@ from isokron.optim.settings import param_name
 
 Group = Mapping[str, Any]
 FLOAT16_ROOT = 255.9  # its square is almost the largest number in float16
-Form = tuple[torch.Size, torch.dtype, torch.device]
+# every step asks them of every parameter: in C, a list at a time
+SHAPE, DTYPE, LAYOUT, GRAD = map(attrgetter, ("shape", "dtype", "layout", "grad"))
 
 
 Squares = Callable[[Any, Group], bool]  # (param, group) → whether its gradient is squared
@@ -71,9 +73,9 @@ def check_types(optimizer: str, groups: Sequence[Mapping[str, Any]]) -> None:
     """Refuse sparse and complex gradients."""
     for group in groups:
         # first all at once: over many small tensors this is much of AdamW's time
-        grads = [grad for param in group["params"] if (grad := param.grad) is not None]
-        strided = {grad.layout for grad in grads} <= {torch.strided}
-        if strided and not any(dtype.is_complex for dtype in {grad.dtype for grad in grads}):
+        grads = [grad for grad in map(GRAD, group["params"]) if grad is not None]
+        strided = set(map(LAYOUT, grads)) <= {torch.strided}
+        if strided and not any(dtype.is_complex for dtype in set(map(DTYPE, grads))):
             continue
         for i, param in enumerate(group["params"]):
             grad = param.grad
@@ -88,9 +90,27 @@ def check_types(optimizer: str, groups: Sequence[Mapping[str, Any]]) -> None:
             )
 
 
-def forms_of(params: Sequence[Tensor]) -> list[Form]:
+@dataclass(frozen=True)
+class Forms:
     """What state depends on, and `param.data = …` and `model.double()` change."""
-    return list(map(attrgetter("shape", "dtype", "device"), params))
+
+    shapes: list[torch.Size]
+    dtypes: list[torch.dtype]
+    devices: list[int]  # numbers; the CPU's is −1
+
+    def hold(self, params: Sequence[Tensor]) -> bool:
+        """Whether parameters, as many as there were, still have them."""
+        return (
+            list(map(SHAPE, params)) == self.shapes
+            and list(map(DTYPE, params)) == self.dtypes
+            and list(map(Tensor.get_device, params)) == self.devices
+        )
+
+
+def forms_of(params: Sequence[Tensor]) -> Forms:
+    return Forms(
+        list(map(SHAPE, params)), list(map(DTYPE, params)), list(map(Tensor.get_device, params))
+    )
 
 
 def check_shapes(

@@ -12,6 +12,7 @@ from isokron.optim.settings import (
     check_group,
     check_param,
     param_name,
+    plain,
     refresh_delay,
     require,
 )
@@ -28,7 +29,7 @@ def check_settings_(
     """
     for key, value in group.items():
         if key not in ("params", "param_names"):
-            group[key] = _plain(value)
+            group[key] = plain(value)
     unread = not read_lr and isinstance(group["lr"], Tensor)
     check_group(optimizer, {**group, "lr": 0.0} if unread else group, sums=traits.heavy_ball)
     if refresh_delay(group) and not traits.operator:
@@ -64,7 +65,7 @@ def check_changes_(
         key for key, value in layout.values.items() if group[key] is not value
     ]
     if changed == ["lr"]:  # of every step, under a schedule
-        rate = group["lr"] = _plain(group["lr"])
+        rate = group["lr"] = plain(group["lr"])
         rule, holds = RULES["lr"]
         require(isinstance(rate, Tensor) or holds(rate), optimizer, group, "lr", rule)
     else:
@@ -73,10 +74,3 @@ def check_changes_(
             check_params(optimizer, group, traits)
     if layout is not None:
         layout.values.update({key: group[key] for key in layout.values})
-
-
-def _plain(value: Any) -> Any:
-    """A number of NumPy as Python's and a list as a tuple: to be compared, and saved as plain."""
-    if isinstance(value, list | tuple):
-        return tuple(map(_plain, value))
-    return value.item() if type(value).__module__ == "numpy" and not value.ndim else value

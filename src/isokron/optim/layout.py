@@ -24,7 +24,7 @@ from isokron.optim.adamw_lists import CompactList, FusedList, PartList, is_quant
 from isokron.optim.averaging import Averages
 from isokron.optim.blocks import Batch, BatchRow
 from isokron.optim.flat_buffer import FlatList, small_and_large
-from isokron.optim.gradient_checks import Form, forms_of
+from isokron.optim.gradient_checks import Forms, forms_of
 from isokron.optim.param_groups import gets_method
 from isokron.optim.refresh import last_common_step, staggered_shifts
 from isokron.optim.settings import layout_settings, state_dtype
@@ -117,7 +117,7 @@ class GroupLayout:
     """
 
     params: list[Tensor]
-    forms: list[Form]
+    forms: Forms
     settings: dict[str, Any]
     values: dict[str, Any]
     idle: list[Tensor]

@@ -23,7 +23,7 @@ from isokron.distributed.rank_tasks import together
 from isokron.linalg import sent
 from isokron.linalg.precision import full_precision
 from isokron.optim.adamw import AdamW
-from isokron.optim.checkpoint import asks_for_state
+from isokron.optim.checkpoint import asks_for_state, saved_groups
 from isokron.optim.checkpoint_header import checked, format_of, not_finite
 from isokron.optim.gradient_checks import (
     check_shapes,
@@ -42,7 +42,7 @@ from isokron.optim.natural_checks import (
     compare_ranks,
     find_problem,
 )
-from isokron.optim.settings import learning_rate
+from isokron.optim.settings import learning_rate, plain
 from isokron.optim.statistics import MOST_CONDITION, Statistics, summary
 from isokron.optim.wrapped_models import unwrapped
 
@@ -253,6 +253,7 @@ class NaturalGradient(torch.optim.Optimizer):
         """One step; `closure` clears the gradients, computes the loss and calls backward()."""
         group, loss = self.param_groups[0], None
         refuse_after_error(self)
+        group["lr"] = plain(group["lr"])
         check_arguments({**self._arguments, **group})
         check_shown(self.state, self._shown)
         if closure is None and self._is_asked_for_state():
@@ -526,6 +527,7 @@ class NaturalGradient(torch.optim.Optimizer):
         """Flat keys and plain tensors, the same on all ranks. Take it after a step."""
         refuse_after_error(self)
         packed = super().state_dict()
+        packed["param_groups"] = saved_groups(packed["param_groups"])
         if self._adamw is not None:
             part, group = self._adamw.state_dict(), packed["param_groups"][1]
             numbers = group["params"]

@@ -37,7 +37,6 @@ from isokron.optim.gradient_checks import (
     check_shapes,
     check_sums,
     check_types,
-    forms_of,
     gradient_sums,
     noting_errors,
     refuse_after_error,
@@ -331,7 +330,7 @@ class Preconditioned(torch.optim.Optimizer):
             self._join()
             if i < len(self._layouts):
                 old = self._layouts[i]
-                shapes = {p: form[0] for p, form in zip(old.params, old.forms, strict=True)}
+                shapes = dict(zip(old.params, old.forms.shapes, strict=True))
                 check_shapes(optimizer, group, shapes, self.state)
             layout = self.new_layout(group, self._layouts[i - 1].loads if i else None)
             if loading:
@@ -618,7 +617,7 @@ class Preconditioned(torch.optim.Optimizer):
             }
             for index, entry in sorted(packed["state"].items())
         }
-        packed["param_groups"] = checkpoint.with_dtype_names(packed["param_groups"])
+        packed["param_groups"] = checkpoint.saved_groups(packed["param_groups"])
         return packed
 
     def _agree_on_state(self, arguments: Mapping[str, Any]) -> None:
@@ -691,7 +690,7 @@ def _holds(layout: GroupLayout, group: Group, same_values: bool) -> bool:
     return (
         len(layout.params) == len(params)
         and all(map(is_, layout.params, params))
-        and forms_of(params) == layout.forms
+        and layout.forms.hold(params)
         and (same_values or layout.fits(group))
         and all(param.grad is None for param in layout.idle)
     )

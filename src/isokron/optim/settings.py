@@ -387,6 +387,13 @@ def check_group(optimizer: str, group: Mapping[str, Any], sums: bool = False) ->
     require(not group["nesterov"] or group["momentum"] > 0, optimizer, group, "nesterov", rule)
 
 
+def plain(value: Any) -> Any:
+    """A number of NumPy as Python's and a list as a tuple: to be compared, and saved as plain."""
+    if isinstance(value, list | tuple):
+        return tuple(map(plain, value))
+    return value.item() if type(value).__module__ == "numpy" and not value.ndim else value
+
+
 def check_number(optimizer: str, name: str, value: Any, rule: str = "at least 0") -> None:
     """A finite number of at least 0, or above 0."""
     ok = is_number(value) and (rule == "at least 0" or _scalar(value) > 0)
