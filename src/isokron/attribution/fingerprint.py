@@ -108,17 +108,22 @@ class Fingerprints:
         check_same(path, what, old, now.digests())
         self.check_loss(path, recorded)
 
-    def check_loss(self, path: Path, recorded: Mapping[str, Any]) -> None:
-        """Refuse a record of another loss, collate function or model code."""
+    def refuse_random(self) -> None:
+        """Refuse a loss that is another one when it is computed again."""
         now = self.now()
-        if not (wrong := now.loss_differences(recorded)):
-            return
         again = replace(now, loss=measured_loss(self.subject)[0])
         if random := again.loss_differences(now.record()):
             raise ValueError(
                 "the loss must be the same whenever it is computed, and for the first examples "
                 f"{random[0]}, one after the other; make loss, collate and model deterministic"
             )
+
+    def check_loss(self, path: Path, recorded: Mapping[str, Any]) -> None:
+        """Refuse a record of another loss, collate function or model code."""
+        now = self.now()
+        if not (wrong := now.loss_differences(recorded)):
+            return
+        self.refuse_random()
         raise ValueError(
             f"{path} has another loss, collate function or model code, by the first examples: "
             f"{'; '.join(wrong[:3])}; give a new folder"

@@ -108,6 +108,7 @@ class RunFolder:
                 same = _digests(record, now) == now.digests()
                 if same and not now.loss_differences(record["fingerprint"]):
                     return
+        self.fingerprints.refuse_random()
         self._write({"source": self.source, "fingerprint": now.record(), "stages": stages})
 
     def stage(self, name: str) -> dict[str, Any] | None:
