@@ -24,6 +24,10 @@ def failing(*args: Any) -> Any:
     raise MemoryError("out of memory")
 
 
+def interrupted(*args: Any) -> Any:
+    raise KeyboardInterrupt
+
+
 def test_a_closure_that_fails_leaves_no_trace() -> None:
     model = net()
     optimizer = isokron.SOAP(model.parameters())
@@ -31,6 +35,21 @@ def test_a_closure_that_fails_leaves_no_trace() -> None:
         optimizer.step(failing)
     assert equal(model, net())
     assert not optimizer.state
+
+
+def test_an_interruption_is_told_and_leaves_the_optimizer_usable(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = net()
+    optimizer = isokron.SOAP(model.parameters())
+    loss_of(model, 0).backward()
+    optimizer.direction = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    assert "SOAP was interrupted in the middle of a step" in caplog.text
+    del optimizer.direction
+    optimizer.step()
+    assert optimizer.state_dict()["state"]
 
 
 def assert_refused_until_loaded(model: Any, optimizer: Any, mend: Callable[[], None]) -> None:

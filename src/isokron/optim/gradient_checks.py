@@ -1,5 +1,6 @@
 """Checks before a step changes anything: of gradients, and that no earlier step has failed."""
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from torch import Tensor
 from isokron.distributed import local
 from isokron.optim.blocks import SMALL
 from isokron.optim.settings import param_name
+
+logger = logging.getLogger(__name__)
 
 Group = Mapping[str, Any]
 FLOAT16_ROOT = 255.9  # its square is almost the largest number in float16
@@ -192,6 +195,12 @@ def noting_errors(optimizer: Stepping) -> Iterator[None]:
     """Remember an error: parameters and state are then of two different steps."""
     try:
         yield
+    except KeyboardInterrupt:  # whoever stops a run by hand may want to save it
+        logger.warning(
+            "%s was interrupted in the middle of a step: some parameters have moved, others not",
+            type(optimizer).__name__,
+        )
+        raise
     except Exception as error:
         optimizer.step_error = f"{type(error).__name__}: {error}"
         raise
