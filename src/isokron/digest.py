@@ -1,8 +1,8 @@
 """Digests of values: tensors in any nesting, objects by their fields, functions by their code.
 
-Equal digests mean equal values, in any process and on any machine. What has no content that can
-be read, such as an open file, is refused by name; `repr` is never used, since it leaves out the
-middle of large arrays and contains addresses.
+Equal digests mean equal values, in any process and on any machine; lists count as tuples. What has
+no content that can be read, such as an open file, is refused by name; `repr` is never used, since
+it leaves out the middle of large arrays and contains addresses.
 """
 
 import array

@@ -1,6 +1,6 @@
 """The folder of a run.
 
-run.json             source of model and data, fingerprint, settings of every stage, versions
+run.json             source of model and data, fingerprint, settings of finished stages, versions
 weights.safetensors  weights of a model that was trained for this run
 curvature/           written by `fit`
 gradients/           the store, written by `build`
