@@ -1,15 +1,17 @@
 """Learning rates carry over from AdamW, and from narrow models to wide ones."""
 
 from copy import deepcopy
-from functools import partial
 from math import sqrt
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 
 import isokron
+from isokron.optim.lr_transfer import METHOD_MULTIPLE, REST_MULTIPLE
 
 
 class Layers(nn.Module):
@@ -171,42 +173,42 @@ def test_a_gpt2_is_scaled_through_its_transposed_layers() -> None:
     assert factors["transformer.wte.weight"] == 1  # tied to the head: an embedding
 
 
-@pytest.mark.parametrize(
-    ("method", "factor"),
-    [
-        *(("AdamW", 1), ("SignDescent", 1), ("SOAP", 3)),
-        *((method, 10) for method in ("Shampoo", "Katie", "Muon", "Quad", "Skew")),
-        *((partial(method, exponent=4), 3) for method in (isokron.Shampoo, isokron.Katie)),
-        (partial(isokron.Shampoo, exponent=None), 3),
-        (partial(isokron.Shampoo, exponent={2: (0, 2)}), 3),
-        (partial(isokron.Shampoo, exponent=None, statistic="kl"), 10),
-    ],
-)
-def test_with_match_adamw_a_method_multiplies_its_own_rate_and_divides_its_decay(
-    method: Any, factor: float
-) -> None:
+METHODS = ["SOAP", "Shampoo", "Katie", "Muon", "Quad", "Skew", "SignDescent"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_with_match_adamw_all_methods_take_the_same_multiples_of_one_rate(method: str) -> None:
     groups = isokron.param_groups(Layers(16), match_adamw=True)
-    make = getattr(isokron, method) if isinstance(method, str) else method
-    optimizer = make(groups, lr=3e-4, weight_decay=0.1)
+    optimizer = getattr(isokron, method)(groups, lr=3e-4, weight_decay=0.1)
     rates, decays = settings(optimizer, "lr_scale"), settings(optimizer, "weight_decay")
-    for name in ("qkv.in_proj_weight", "qkv.out_proj.weight", "up.weight", "down.weight"):
-        assert rates[name] == factor, name
-        assert rates[name] * decays[name] == pytest.approx(0.1), name
-    for name, decay in {"table.weight": 0.1, "head.weight": 0.1, "norm.weight": 0.0}.items():
-        assert (rates[name], decays[name]) == (1, decay), name
+    matrices = {"qkv.in_proj_weight", "qkv.out_proj.weight", "up.weight", "down.weight"}
+    matrices |= {"pixels.weight"}
+    expected = {name: METHOD_MULTIPLE if name in matrices else REST_MULTIPLE for name in rates}
+    assert rates == expected
+    decayed = matrices | {"table.weight", "head.weight"}
+    assert decays == {name: 0.1 if name in decayed else 0.0 for name in rates}
+
+
+@pytest.mark.parametrize("make", [isokron.AdamW, isokron.ShardedAdamW])
+def test_match_adamw_changes_nothing_for_adamw_itself(make: Any) -> None:
+    if make is isokron.ShardedAdamW:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        optimizer = make(isokron.param_groups(Layers(16), match_adamw=True))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    assert set(settings(optimizer, "lr_scale").values()) == {1.0}
 
 
 @pytest.mark.parametrize("method", ["SOAP", "Muon", "Quad"])
-def test_a_step_with_match_adamw_is_one_with_the_multiplied_rate(method: str) -> None:
+def test_a_step_with_match_adamw_is_one_with_the_multiples_by_hand(method: str) -> None:
     model, by_hand = Layers(16), Layers(16)
     by_hand.load_state_dict(model.state_dict())
-    factor, make = 3 if method == "SOAP" else 10, getattr(isokron, method)
+    make = getattr(isokron, method)
     optimizer = make(isokron.param_groups(model, match_adamw=True), lr=3e-4, weight_decay=0.1)
-    groups = isokron.param_groups(by_hand)
-    for group in groups:
-        if group["route"] == "method":
-            group |= {"lr": factor * 3e-4, "weight_decay": 0.1 / factor}
-    other = make(groups, lr=3e-4, weight_decay=0.1)
+    scale = {"matrices": METHOD_MULTIPLE, "*": REST_MULTIPLE}
+    other = make(isokron.param_groups(by_hand, lr_scale=scale), lr=3e-4, weight_decay=0.1)
     for weight, same in zip(model.parameters(), by_hand.parameters(), strict=True):
         weight.grad = torch.randn_like(weight)
         same.grad = weight.grad.clone()
@@ -217,12 +219,61 @@ def test_a_step_with_match_adamw_is_one_with_the_multiplied_rate(method: str) ->
         torch.testing.assert_close(weight, same, rtol=1e-5, atol=1e-7)
 
 
-def test_match_adamw_joins_other_scales_and_spectral_routes() -> None:
-    factors = scales(isokron.SOAP, Layers(64), Layers(16), match_adamw=True, lr_scale={"up.*": 2.0})
-    assert factors["up.weight"] == pytest.approx(2 * 3 / 2)  # the width halves it
-    assert factors["down.weight"] == pytest.approx(3 / 2)
+@pytest.mark.parametrize("keywords", [{"match_adamw": True}, {"lr_scale": {"matrices": 2, "*": 4}}])
+def test_multiples_and_width_make_a_product(keywords: dict[str, Any]) -> None:
+    factors = scales(isokron.SOAP, Layers(64), Layers(16), **keywords)
+    assert factors["up.weight"] == pytest.approx(2 / 2)  # the width halves it
+    assert factors["head.weight"] == pytest.approx(4 / 4)
+    assert factors["table.weight"] == factors["norm.weight"] == factors["up.bias"] == 4
+
+
+def test_describe_shows_the_multiples_before_and_after_an_optimizer_took_the_groups() -> None:
+    def rates(subject: Any) -> dict[str, list[str]]:
+        lines = [line.split("  ") for line in isokron.describe(subject).splitlines()[1:]]
+        cells = [[cell.strip() for cell in line if cell] for line in lines]
+        by_stepper: dict[str, set[str]] = {}
+        for cell in cells:
+            by_stepper.setdefault(cell[1], set()).add(cell[5])
+        return {stepper: sorted(values) for stepper, values in by_stepper.items()}
+
+    groups = isokron.param_groups(Layers(16), match_adamw=True)
+    assert rates(groups) == {"AdamW": ["4"], "the method": ["2"]}
+    assert rates(isokron.SOAP(groups)) == {"AdamW": ["4"], "SOAP": ["2"]}
+    assert rates(isokron.AdamW(groups)) == {"AdamW": ["1"]}
+    groups = isokron.param_groups(Layers(16), lr_scale={"matrices": 1.0, "*": 8.0})
+    assert rates(groups) == {"AdamW": ["8"], "the method": ["1"]}
+    assert rates(isokron.Muon(groups)) == {"AdamW": ["8"], "Muon": ["1"]}
+
+
+def test_matrices_of_spectral_descent_have_the_rate_of_the_method() -> None:
     spectral = isokron.param_groups(Layers(16), match_adamw=True, route={"up.weight": "spectral"})
-    assert settings(isokron.SOAP(spectral), "lr_scale")["up.weight"] == 10
+    assert settings(isokron.SOAP(spectral), "lr_scale")["up.weight"] == METHOD_MULTIPLE
+
+
+def test_lora_pairs_keep_the_rate_that_adamw_had_for_them() -> None:
+    peft = pytest.importorskip("peft", reason='pip install "isokron[hf]"')
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    lora = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["0", "1"]))
+    for method, multiple in (((), 1.0), ("*lora_*", METHOD_MULTIPLE)):
+        groups = isokron.param_groups(lora, match_adamw=True, method=method)
+        assert set(settings(isokron.SOAP(groups), "lr_scale").values()) == {multiple}
+
+
+def test_match_adamw_beside_multiples_is_refused() -> None:
+    for scale in (2.0, {"up.*": 2.0}):
+        with pytest.raises(ValueError, match=r"must be False where lr_scale is given.*keep one"):
+            isokron.param_groups(Layers(16), match_adamw=True, lr_scale=scale)
+
+
+def test_the_pages_state_the_multiples_of_match_adamw() -> None:
+    rule = f"takes {METHOD_MULTIPLE:g} times it for what the method steps "
+    rule += f"and {REST_MULTIPLE:g} times it for everything else"
+    for page in ("from_adamw.md", "routing.md"):
+        text = (Path(__file__).parents[2] / "docs" / page).read_text()
+        assert rule in " ".join(text.split()), page
+    doc = isokron.param_groups.__doc__
+    assert f"it by {METHOD_MULTIPLE:g} for what the method" in doc
+    assert f"by {REST_MULTIPLE:g} for everything else" in doc
 
 
 def test_a_number_for_match_adamw_is_refused() -> None:
@@ -241,19 +292,24 @@ def test_a_group_of_which_the_method_steps_only_a_part_is_refused() -> None:
     groups = isokron.param_groups(layers, match_adamw=True, route="auto")
     with pytest.raises(ValueError, match=r"got a group with both, 'matrices.*'; leave `route` to"):
         isokron.Muon(groups)
-    assert isokron.SOAP([{"params": [], "match_adamw": True}]).param_groups[0]["lr_scale"] == 1
 
 
 def test_tensors_and_groups_of_the_caller_are_left_as_they_are() -> None:
     decay, scale = torch.tensor(0.1), torch.tensor(2.0)
-    groups = isokron.param_groups(Layers(16), match_adamw=True, lr_scale=scale)
+    wide, base = Layers(64), Layers(16)
+    groups = isokron.param_groups(wide, base_shapes=base, lr_scale=scale)
+    more = [("by hand", nn.Parameter(torch.ones(2, 2)))]
+    groups += [{"params": more, "match_adamw": True, "lr_scale": scale}]
     keys = [set(group) for group in groups]
-    for make, factor in ((isokron.SOAP, 3), (isokron.Muon, 10), (isokron.SOAP, 3)):
+    for make in (isokron.SOAP, isokron.Muon, isokron.SOAP):
         optimizer = make(groups, weight_decay=decay)
-        rates, decays = settings(optimizer, "lr_scale"), settings(optimizer, "weight_decay")
-        assert float(rates["up.weight"]) == pytest.approx(2 * factor)
-        assert float(decays["up.weight"]) == pytest.approx(0.1 / factor)
-        assert (float(rates["table.weight"]), float(decays["table.weight"])) == (2.0, decay)
+        *scaled, by_hand = optimizer.param_groups
+        rates = {name: float(g["lr_scale"]) for g in scaled for name in g["param_names"]}
+        decays = {name: float(g["weight_decay"]) for g in scaled for name in g["param_names"]}
+        assert rates["up.weight"] == pytest.approx(2 / 2)
+        assert decays["up.weight"] == pytest.approx(0.1 * 2)
+        assert (rates["table.weight"], decays["table.weight"]) == (2.0, pytest.approx(0.1))
+        assert float(by_hand["lr_scale"]) == 2 * METHOD_MULTIPLE
     assert [set(group) for group in groups] == keys
     assert (float(decay), float(scale)) == (pytest.approx(0.1), 2.0)
 

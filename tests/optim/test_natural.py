@@ -776,9 +776,16 @@ def test_wrong_use_is_explained() -> None:
     model = net()
     with pytest.raises(TypeError, match=r"takes the model.*NaturalGradient\(model\)"):
         isokron.NaturalGradient(model.parameters())
+    with pytest.raises(TypeError, match=r"no groups, got list; .* in lr= and .* in adamw_lr="):
+        isokron.NaturalGradient(isokron.param_groups(model, lr_scale=2.0))  # type: ignore[arg-type]
     optimizer = isokron.NaturalGradient(model, **SETTINGS)
     with pytest.raises(RuntimeError, match="takes no other group"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    for wrong in (-1.0, True, "2", None, torch.nan):
+        optimizer.param_groups[0]["lr_scale"] = wrong
+        with pytest.raises(ValueError, match="lr_scale must be a finite number above 0"):
+            optimizer.step()
+    optimizer.param_groups[0]["lr_scale"] = 1.0
     with pytest.raises(RuntimeError, match="call step"):
         optimizer.update_damping(1.0, 0.5)
     model.eval()

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from isokron.optim.lr_transfer import METHOD_MULTIPLE
 from isokron.optimizers_by_name import BUILT_IN, parse_spec, resolve, split_specs
 
 
@@ -127,7 +128,7 @@ def test_match_adamw_is_an_option_with_the_learning_rates_of_adamw() -> None:
     entrant = resolve("muon(match_adamw=True)")
     assert entrant.lrs == resolve("adamw").lrs
     (group,) = entrant.build(nn.Sequential(nn.Linear(8, 8, bias=False)), 1e-3).param_groups
-    assert group["lr_scale"] == 10
+    assert group["lr_scale"] == METHOD_MULTIPLE
     with pytest.raises(ValueError, match=r"match_adamw must be True or False, got 0\.5"):
         resolve("muon(match_adamw=0.5)")
 

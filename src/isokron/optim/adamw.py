@@ -13,6 +13,7 @@ from isokron.linalg import on_host
 from isokron.optim.adamw_lists import PartList
 from isokron.optim.gradient_checks import check_sums, gradient_sums
 from isokron.optim.layout import Traits
+from isokron.optim.lr_transfer import takes_none
 from isokron.optim.preconditioned import Params, Preconditioned
 from isokron.optim.settings import param_name
 
@@ -72,7 +73,7 @@ class AdamW(Preconditioned):
         moments = {"betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
         settings |= {"maximize": maximize, "flat": flat}
         settings |= {"nonfinite": nonfinite, "state_dtype": state_dtype}
-        traits = Traits(takes=_takes_none, check=_check_adamw, elementwise=True)
+        traits = Traits(takes=takes_none, check=_check_adamw, elementwise=True)
         super().__init__(params, lr, traits, **moments, **settings)
 
     def distribute(
@@ -217,10 +218,6 @@ class ShardedAdamW(AdamW):
             communication_dtype=communication_dtype,
             timeout=timeout,
         )
-
-
-def _takes_none(param: Tensor, group: Mapping[str, Any]) -> bool:
-    return False
 
 
 def _check_adamw(group: Mapping[str, Any]) -> None:

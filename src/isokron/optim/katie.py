@@ -12,7 +12,6 @@ from isokron.linalg import inverse_root
 from isokron.operators import Dense, Identity, Kron, ScaledKron
 from isokron.optim.blocks import Batch
 from isokron.optim.layout import Traits
-from isokron.optim.lr_transfer import root_factor
 from isokron.optim.moments import (
     debiased,
     deviation,
@@ -99,7 +98,6 @@ class Katie(Preconditioned):
             operator=("root",),
             heavy_ball=True,
             squares=True,
-            adamw_factor=root_factor,
         )
         super().__init__(params, lr, traits, **settings, **GROUP_SETTINGS)
 

@@ -81,8 +81,6 @@ class Traits:
             or "polar", see `isokron.distributed.block_cost`.
         norm: (shape, group) → spectral norm of the update of a block at lr = 1, up to a constant,
             by which learning rates are carried over to other widths, see docs/width.md.
-        adamw_factor: by what to multiply a learning rate that suits AdamW, measured
-            (docs/from_adamw.md); a number, or a function of the group.
     """
 
     cut: Callable[[Sequence[int], Group], list[Block]] = blocks_of
@@ -96,7 +94,6 @@ class Traits:
     debias: bool = True
     work: str = "eigen"
     norm: Callable[[Sequence[int], Group], float] = full_rank_norm
-    adamw_factor: float | Callable[[Group], float] = 1.0
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from isokron.exponents import exponents
 from isokron.optim.wrapped_models import named_parameters
 
 if TYPE_CHECKING:
@@ -14,7 +13,8 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, ...]
 
-SPECTRAL_FACTOR = 10.0  # Muon's
+# of AdamW's one learning rate, with match_adamw: for what the method steps, and for all else
+METHOD_MULTIPLE, REST_MULTIPLE = 2.0, 4.0
 
 
 def read_base_shapes(
@@ -60,34 +60,30 @@ def scale_by_width_(group: dict[str, Any], traits: "Traits") -> None:
         sqrt(rows / cols) / update_norm(rows, cols, group, traits)
         for rows, cols in (fans, base_fans)
     )
-    _scale_(group, rate / base_rate)
+    factor = rate / base_rate
+    # not in place: several groups may have the same tensor
+    group["lr_scale"] = group["lr_scale"] * factor
+    if group["decay"] != "l2":
+        group["weight_decay"] = group["weight_decay"] / factor
 
 
 def scale_from_adamw_(group: dict[str, Any], traits: "Traits") -> None:
-    """Let a group that the method steps take AdamW's `lr` and `weight_decay`."""
-    taken = [traits.takes(param, group) for param in group["params"]]
-    if any(taken) and not all(taken):
+    """Let a group of a method take AdamW's one learning rate."""
+    if traits.takes is takes_none:
+        return
+    taken = {traits.takes(param, group) for param in group["params"]}
+    if len(taken) > 1:
         raise ValueError(
             "match_adamw must be of groups that either the method or AdamW steps, got a group with "
             f"both, {group.get('name', 'without a name')!r}; leave `route` to param_groups, or "
             "name what AdamW shall step in adamw="
         )
-    if any(taken):
-        factor = SPECTRAL_FACTOR if group["route"] == "spectral" else traits.adamw_factor
-        _scale_(group, factor if isinstance(factor, float) else factor(group))
+    group["lr_scale"] = group["lr_scale"] * (METHOD_MULTIPLE if True in taken else REST_MULTIPLE)
 
 
-def root_factor(group: Mapping[str, Any]) -> float:
-    """Shampoo's and Katie's: 10 where roots whiten in full, 3 at the exponent first published."""
-    return 10.0 if sum(1 / p for p in exponents(group, 2) if p) >= 1 else 3.0
-
-
-def _scale_(group: dict[str, Any], factor: float) -> None:
-    """Multiply the learning rate; decay by lr·λ stays as it is."""
-    # not in place: several groups may have the same tensor
-    group["lr_scale"] = group["lr_scale"] * factor
-    if group["decay"] != "l2":
-        group["weight_decay"] = group["weight_decay"] / factor
+def takes_none(param: Tensor, group: Mapping[str, Any]) -> bool:
+    """Of an optimizer that steps everything by AdamW."""
+    return False
 
 
 def update_norm(rows: int, cols: int, group: Mapping[str, Any], traits: "Traits") -> float:

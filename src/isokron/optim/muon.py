@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from isokron.optim.layout import Traits, full_rank_norm, matrices_of
-from isokron.optim.lr_transfer import SPECTRAL_FACTOR
 from isokron.optim.preconditioned import Params, Preconditioned
 from isokron.optim.settings import (
     Average,
@@ -72,7 +71,6 @@ class Muon(Preconditioned):
             debias=False,
             work="polar",
             norm=muon_norm,
-            adamw_factor=SPECTRAL_FACTOR,
         )
         super().__init__(params, lr, traits, **settings)
 

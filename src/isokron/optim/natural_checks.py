@@ -44,8 +44,10 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         need(arguments[name] in choices, name, f"one of {', '.join(map(repr, choices))}")
     for name in ("lr", "weight_decay"):
         check_number("NaturalGradient", name, arguments[name])
-    for name in ("damping", *(["kl_clip"] if arguments["kl_clip"] is not None else [])):
-        check_number("NaturalGradient", name, arguments[name], "above 0")
+    for name in ("damping", "kl_clip", "lr_scale"):
+        value = arguments.get(name, 1.0)  # lr_scale is of the group alone
+        if not (name == "kl_clip" and value is None):
+            check_number("NaturalGradient", name, value, "above 0")
     for name, least in {"every": 1, "statistics_every": 1, "t_max": 2}.items():
         counted = type(arguments[name]) is int and arguments[name] >= least
         need(counted, name, f"a whole number of at least {least}")

@@ -116,8 +116,9 @@ class NaturalGradient(torch.optim.Optimizer):
         arguments = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         if not isinstance(model, nn.Module):
             raise TypeError(
-                "NaturalGradient takes the model, whose layers it observes, got "
-                f"{type(model).__name__}; write NaturalGradient(model)"
+                "NaturalGradient takes the model, whose layers it observes, and no groups, got "
+                f"{type(model).__name__}; write NaturalGradient(model), with the learning rate of "
+                "its layers in lr= and that of everything else in adamw_lr="
             )
         check_arguments(arguments)
         model = unwrapped(model)

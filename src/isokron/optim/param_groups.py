@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from isokron.block_layout import is_matrix, split_sizes
-from isokron.optim.lr_transfer import read_base_shapes
+from isokron.optim.lr_transfer import METHOD_MULTIPLE, REST_MULTIPLE, read_base_shapes
 from isokron.optim.param_kinds import find_kinds, find_parts, layer_weights
 from isokron.optim.settings import GROUP_KEYS, RULES, SHARED, param_name, require, unknown_keyword
 from isokron.optim.wrapped_models import named_parameters, unwrapped
@@ -69,10 +69,9 @@ def param_groups(
         base_shapes: A narrow model of the same structure, or its shapes by parameter name, at whose
             width `lr` and `weight_decay` were chosen. The optimizer then scales both for the width
             of this model; see docs/width.md.
-        match_adamw: `lr` and `weight_decay` are those of an AdamW run. The optimizer multiplies the
-            learning rate of what the method steps by a factor of its own (3 for SOAP, and for
-            Shampoo and Katie with exponent=4; 10 for the others), and divides its decoupled weight
-            decay by it; see docs/from_adamw.md.
+        match_adamw: `lr` is that of an AdamW run with one learning rate. The optimizer multiplies
+            it by 2 for what the method steps and by 4 for everything else but LoRA pairs;
+            isokron.AdamW leaves it as it is. See docs/from_adamw.md.
         **settings: Any setting of a group (docs/engine.md): a value for all groups, or a mapping
             of patterns to values. One value of `route` is for the matrices, and one of
             `weight_decay` for all but norms and biases. `stacked` also takes patterns alone.
@@ -82,7 +81,14 @@ def param_groups(
     if not isinstance(match_adamw, bool):
         raise ValueError(
             f"param_groups: match_adamw must be True or False, got {match_adamw!r}; AdamW's "
-            "learning rate and weight decay go to the optimizer, as its own do"
+            "learning rate goes to the optimizer, as its own does"
+        )
+    if match_adamw and "lr_scale" in settings:
+        method_multiple, rest = f"{METHOD_MULTIPLE:g}", f"{REST_MULTIPLE:g}"
+        raise ValueError(
+            "param_groups: match_adamw must be False where lr_scale is given, because it sets the "
+            f"multiples of lr itself, {method_multiple} for what the method steps and {rest} for "
+            "everything else; keep one of the two"
         )
     named = _trainable(model)
     model = unwrapped(model)
@@ -115,8 +121,9 @@ def param_groups(
         else:
             if chosen.get("split") is None:
                 chosen.pop("split_dim", None)
-            if match_adamw:
-                chosen["match_adamw"] = True
+        # LoRA pairs are all that is trained: AdamW's learning rate was chosen for them
+        if match_adamw and (kind, chosen["route"]) != ("adapters", "adamw"):
+            chosen["match_adamw"] = True
         title = group_name(kind, chosen, usual)
         groups.setdefault(title, {"name": title, **chosen, "params": []})
         groups[title]["params"].append((name, param))
@@ -404,18 +411,19 @@ def _lines(group: Mapping[str, Any], optimizer: Any) -> list[tuple[str, ...]]:
     for name, param in zip(names, params, strict=True):
         stepper = method if takes(param, settings) else "AdamW"
         by_stepper.setdefault(stepper, []).append((name, param))
-    decay, scale = (
-        "-" if group.get(key) is None else f"{float(group[key]):g}"
-        for key in ("weight_decay", "lr_scale")
-    )
+    scales = dict.fromkeys((method, "AdamW"), group.get("lr_scale"))
+    if group.get("match_adamw"):
+        scales = {method: METHOD_MULTIPLE, "AdamW": REST_MULTIPLE}
     return [
         (
             str(group.get("name", "parameters")),
             stepper,
             str(len(members)),
             f"{sum(param.numel() for _, param in members):,}",
-            decay,
-            scale,
+            *(
+                "-" if value is None else f"{float(value):g}"
+                for value in (group.get("weight_decay"), scales[stepper])
+            ),
             f"{members[0][0]} {list(members[0][1].shape)}".strip(),
         )
         for stepper, members in by_stepper.items()

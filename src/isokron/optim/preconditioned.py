@@ -479,8 +479,6 @@ class Preconditioned(torch.optim.Optimizer):
         group = self.param_groups[-1]
         try:
             check_settings_(optimizer, group, self.traits)
-            if "fans" in group:
-                scale_by_width_(group, self.traits)
             if "match_adamw" in group:
                 rule = "True or False; the learning rate itself is `lr`"
                 require(
@@ -488,6 +486,8 @@ class Preconditioned(torch.optim.Optimizer):
                 )
                 if group.pop("match_adamw"):
                     scale_from_adamw_(group, self.traits)
+            if "fans" in group:
+                scale_by_width_(group, self.traits)
             if len(set(group["params"])) < len(group["params"]):
                 raise ValueError(
                     f"{optimizer}: a parameter is in a group twice and would be stepped twice; "

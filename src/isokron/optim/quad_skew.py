@@ -109,7 +109,6 @@ class WhiteKron(Preconditioned):
             operator=("factor", "lipschitz"),
             moment=debiased_moment,
             work="products",
-            adamw_factor=10.0,
         )
         super().__init__(params, lr, traits, **settings, vectors=True, **GROUP_SETTINGS)
 

@@ -11,7 +11,6 @@ from isokron.linalg import inverse_root
 from isokron.operators import Dense, Factor, Identity, Kron
 from isokron.optim.blocks import Batch
 from isokron.optim.layout import Traits
-from isokron.optim.lr_transfer import root_factor
 from isokron.optim.moments import (
     debiased,
     observe_side_,
@@ -92,7 +91,6 @@ class Shampoo(Preconditioned):
             operator=("root",),
             heavy_ball=True,
             squares=True,
-            adamw_factor=root_factor,
         )
         super().__init__(params, lr, traits, **settings, **GROUP_SETTINGS)
 

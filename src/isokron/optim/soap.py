@@ -93,7 +93,6 @@ class SOAP(Preconditioned):
             moment=first_moment,
             heavy_ball=True,
             squares=True,
-            adamw_factor=3.0,
         )
         super().__init__(params, lr, traits, **settings, **GROUP_SETTINGS)
 
