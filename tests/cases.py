@@ -78,6 +78,8 @@ class Case:
 # everything that can be stored in fewer bits is, whatever its size
 SMALL = {"moments": "8bit", "min_8bit_size": 0, "rounding": "stochastic"}
 
+HEAVY = {"momentum": 0.5, "nesterov": True, "dampening": 0.3}
+
 CASES = [
     Case("adamw", isokron.AdamW, {"lr": 1e-2}, compiles=False),
     Case("adamw-amsgrad", isokron.AdamW, {"lr": 1e-2, "amsgrad": True}, compiles=False),
@@ -88,6 +90,11 @@ CASES = [
     Case("sign-grafted", isokron.SignDescent, {"lr": 1e-1, "graft": "adagrad"}),
     Case("shampoo", isokron.Shampoo, {"lr": 1e-2, "every": 3}),
     Case("shampoo-cut", isokron.Shampoo, {"lr": 1e-2, "every": 2, "max_dim": 8, "damping": 1e-3}),
+    Case(
+        "shampoo-momentum",
+        isokron.Shampoo,
+        {"lr": 1e-2, "every": 3, "weight_decay": 0.1, "decay": "momentum", "beta3": 0.7, **HEAVY},
+    ),
     Case("shampoo-kl", isokron.Shampoo, {"lr": 1e-2, "statistic": "kl", "every": 4, "start": 2}),
     Case(
         "shampoo-staggered",
@@ -142,7 +149,7 @@ CASES = [
     Case(
         "soap-polar",
         isokron.SOAP,
-        {"lr": 1e-2, "every": 3, "polar": True, "refresh": "staggered", "max_dim": 8},
+        {"lr": 1e-2, "every": 3, "polar": True, "refresh": "staggered", "max_dim": 8, "beta3": 0.7},
         compiles=False,
     ),
     Case("katie-polar", isokron.Katie, {"lr": 2e-2, "every": 3, "polar": True, "max_dim": 8}),

@@ -33,6 +33,15 @@ def hat(mean: Tensor, beta: float, t: int, correct: bool = True) -> Tensor:
     return mean / (1 - beta**t) if correct and beta < 1 else mean
 
 
+def blended(
+    before: Tensor, g: Tensor, beta: float, beta3: float | None, t: int, correct: bool = True
+) -> Tensor:
+    """β₃M₋ + (1−β₃)G over 1 − β₃βᵗ⁻¹, M₋ the mean of the gradients before G; β₃ = β by default."""
+    beta3 = beta if beta3 is None else beta3
+    moment = beta3 * before + (1 - beta3) * g
+    return moment / (1 - beta3 * beta ** (t - 1)) if correct else moment
+
+
 def gradients(shape: tuple[int, ...], steps: int, seed: int = 0) -> Tensor:
     """Gradients with correlated entries of different sizes."""
     generator = torch.Generator().manual_seed(seed)

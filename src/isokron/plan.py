@@ -26,7 +26,7 @@ from isokron.optim.blocks import BatchRow
 from isokron.optim.layout import GroupLayout, waves_of
 from isokron.optim.preconditioned import Group, Preconditioned
 from isokron.optim.refresh import staggered_shifts
-from isokron.optim.settings import refresh_delay
+from isokron.optim.settings import added_decay, refresh_delay
 from isokron.report.render import finite
 from isokron.step_schedule import BatchWork, span
 
@@ -197,8 +197,8 @@ def _add_blocks(
             flops[kind] = refresh_cost(shape, group, work) / group["every"]
         np.add.at(added, (np.array(turns[kind]), owner), flops[kind])
         if sharded:
-            l2 = group["weight_decay"] and group["decay"] == "l2"  # parameters are sent too
-            there = (layout.communication or dtype).itemsize * (2 if l2 else 1)
+            weights = added_decay(group, "l2") or added_decay(group, "momentum")
+            there = (layout.communication or dtype).itemsize * (2 if weights else 1)
             back = (layout.communication or batch.dtype).itemsize
             costs.sent[:] += back * prod(shape) * owned
             costs.sent[:] += _sent_to_owners(parts[kind], owner, there, back)

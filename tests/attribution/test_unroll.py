@@ -63,6 +63,11 @@ OPTIMIZERS: dict[str, Build] = {
     "shampoo-kl": grouped("Shampoo", every=3, statistic="kl", graft=None, refresh="together"),
     "shampoo-blocks": grouped("Shampoo", every=4, exponent=None, max_dim=4),
     "katie": grouped("Katie", every=4),
+    "katie-momentum": lambda m: isokron.Katie(
+        isokron.param_groups(m, momentum=0.6, dampening=0.2, decay="momentum", beta3=0.5),
+        lr=3e-2,
+        every=4,
+    ),
     "katie-symmetric": grouped("Katie", every=2, form="symmetric"),
 }
 OPERATORS: dict[str, Build] = {

@@ -396,6 +396,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("soap", {"max_dim": 2.5}, "max_dim must be None or an integer of at least 1, got 2.5"),
     ("soap", {"max_dim": jnp.int32(8)}, "name it in static_args"),
     ("soap", {"nesterov": True}, "nesterov must be False where momentum is 0"),
+    ("katie", {"dampening": 0.1}, "dampening must be 0 where momentum is 0"),
+    ("shampoo", {"beta3": 0.5, "betas": (0.0, 0.9)}, "beta3 must be None where"),
     ("soap", {"vectors": 1}, "vectors must be True or False, got 1"),
     ("soap", {"polar": 1}, "polar must be True or False, got 1"),
     ("katie", {"polar": True, "vectors": True}, "polar must be False where vectors=True"),

@@ -404,12 +404,12 @@ def test_a_parameter_whose_data_was_replaced_is_still_stepped() -> None:
 
 
 def test_momentum_of_the_update_follows_the_naive_version() -> None:
-    """B ← μB + P, with and without Nesterov; P is the debiased first moment."""
-    beta1, mu = 0.9, 0.7
-    for nesterov in (False, True):
+    """B ← μB + (1−δ)(P + αW), with and without Nesterov; P is the debiased first moment."""
+    beta1, mu, alpha = 0.9, 0.7, 0.2
+    for nesterov, dampening in ((False, 0.0), (True, 0.0), (False, 0.3), (True, 0.3)):
         weight = nn.Parameter(torch.zeros(3, 4, dtype=torch.float64))
         grads = torch.randn(12, 3, 4, dtype=torch.float64)
-        settings = {"momentum": mu, "nesterov": nesterov}
+        settings = {"momentum": mu, "nesterov": nesterov, "dampening": dampening}
         optimizer = build(
             isokron.Shampoo,
             [weight],
@@ -417,13 +417,14 @@ def test_momentum_of_the_update_follows_the_naive_version() -> None:
             betas=(beta1, 0.9),
             graft=None,
             start=99,
-            weight_decay=0.0,
+            weight_decay=alpha,
+            decay="momentum",
             **settings,
         )
         m = b = w = torch.zeros(3, 4, dtype=torch.float64)
         for t, g in enumerate(grads, start=1):
             m = beta1 * m + (1 - beta1) * g
-            p = m / (1 - beta1**t)
+            p = (1 - dampening) * (m / (1 - beta1**t) + alpha * w)
             b = mu * b + p
             w = w - 0.1 * (p + mu * b if nesterov else b)
         torch.testing.assert_close(steps(optimizer, weight, grads), w, rtol=1e-9, atol=1e-9)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import isokron
 from cases import build
-from naive import SHAPES, assert_follows, flat, folded, gradients, hat, power, times
+from naive import SHAPES, assert_follows, blended, flat, folded, gradients, hat, power, times
 
 EVERY, START, BETAS, FACTOR_BETA, DAMPING, EPS = 3, 5, (0.9, 0.95), 0.8, 1e-2, 1e-6
 
@@ -21,6 +21,7 @@ def naive_katie(
     beta: float = FACTOR_BETA,
     exponents: tuple[float, ...] = (2, 2, 2, 2),
     correct: bool = True,
+    beta3: float | None = None,
 ) -> list[Tensor]:
     shape = grads[0].shape
     cov = [torch.zeros(n, n).double() for n in shape]
@@ -39,8 +40,8 @@ def naive_katie(
                 if exponents[i]:
                     damped = hat(cov[i], beta, t, correct) + DAMPING * torch.eye(n)
                     root[i] = power(damped, -1 / exponents[i])
+        adam = blended(m, g, BETAS[0], beta3, t, correct) / s
         m = BETAS[0] * m + (1 - BETAS[0]) * g
-        adam = hat(m, BETAS[0], t, correct) / s
         white = adam * s.sqrt() if symmetric else adam
         for i in range(len(shape)):
             white = times(white, root[i], i)
@@ -64,6 +65,11 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fourth roots": ({"exponent": 4}, {"exponents": (4,) * 4}),
     "one side": ({"exponent": {2: (0, 3)}}, {"exponents": (0, 3)}),
     "biased": ({"use_bias_correction": False}, {"correct": False}),
+    "blended": ({"beta3": 0.5}, {"beta3": 0.5}),
+    "blended, biased": (
+        {"beta3": 0.95, "use_bias_correction": False},
+        {"beta3": 0.95, "correct": False},
+    ),
     "sums": ({"betas": (0.9, 1.0), "factor_beta": 1.0}, {"beta2": 1.0, "beta": 1.0}),
     "sum of squares": ({"betas": (0.9, 1.0)}, {"beta2": 1.0}),
 }

@@ -25,7 +25,7 @@ from cases import CASES, Case, Net, loss_of, natural, net
 DRAWS, STEPS = 100, 8
 SETTINGS: dict[str, list[Any]] = {
     "weight_decay": [0.0, 0.1],
-    "decay": ["decoupled", "corrected", "l2"],
+    "decay": ["decoupled", "corrected", "l2", "momentum"],
     "maximize": [True, False],
     "graft": [None, "sgd", "adagrad", "rmsprop", "adam"],
     "every": [1, 2, 3, 5],

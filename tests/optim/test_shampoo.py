@@ -11,6 +11,7 @@ from cases import build
 from naive import (
     SHAPES,
     assert_follows,
+    blended,
     blocks,
     flat,
     folded,
@@ -28,14 +29,16 @@ def naive_shampoo(
     beta: float = FACTOR_BETA,
     exponent: float | None = None,
     kl: bool = False,
+    summed: bool = False,
     graft: str | None = None,
     unit: bool = False,
     beta2: float = BETAS[1],
     correct: bool = True,
+    beta3: float | None = None,
 ) -> list[Tensor]:
     shape = grads[0].shape
     order = len(shape)
-    p = exponent or (2 if kl else 2 * order)
+    p = exponent or (2 if kl and not summed else 2 * order)
     cov = [torch.zeros(n, n, dtype=torch.float64) for n in shape]
     root = [torch.eye(n, dtype=torch.float64) for n in shape]
     m, v, updates = torch.zeros_like(grads[0]), torch.zeros_like(grads[0]), []
@@ -44,16 +47,16 @@ def naive_shampoo(
             x = g
             for j in range(order):
                 x = times(x, root[j], j) if kl and j != i else x
-            scale = shape[i] / g.numel() if kl else 1
+            scale = shape[i] / g.numel() if kl and not summed else 1
             cov[i] = folded(cov[i], scale * flat(x, i) @ flat(x, i).T, beta)
         if t == START or (t > START and t % EVERY == 0):
             for i in range(order):
                 known = hat(cov[i], beta, t, correct)
                 eps = EPS * known.diagonal().mean() if unit else EPS
                 root[i] = power(known + eps * torch.eye(shape[i]), -1 / p)
+        mean = blended(m, g, BETAS[0], beta3, t, correct)
         m = BETAS[0] * m + (1 - BETAS[0]) * g
         v = folded(v, g * g, beta2)
-        mean = hat(m, BETAS[0], t, correct)
         update = mean
         for i in range(order):
             update = times(update, root[i], i)
@@ -77,6 +80,11 @@ SETTINGS: dict[str, Any] = {
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
     "adagrad": ({"factor_beta": 1.0}, {"beta": 1.0}),
+    "blended": ({"beta3": 0.5}, {"beta3": 0.5}),
+    "blended, biased": (
+        {"beta3": 0.95, "use_bias_correction": False, "graft": "adam"},
+        {"beta3": 0.95, "correct": False, "graft": "adam"},
+    ),
     "half": ({"exponent": 2}, {"exponent": 2}),
     "biased": (
         {"use_bias_correction": False, "graft": "adam"},
@@ -87,6 +95,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"beta2": 1.0, "beta": 1.0, "graft": "adam"},
     ),
     "kl": ({"statistic": "kl"}, {"kl": True}),
+    "kl sum": ({"statistic": "kl_sum"}, {"kl": True, "summed": True}),
     "grafted": ({"graft": "adam"}, {"graft": "adam"}),
     "relative": ({"deficient": "relative"}, {"unit": True}),
 }
@@ -167,6 +176,10 @@ def test_an_exponent_a_dimension_and_none_where_it_is_zero() -> None:
         ({"refresh": "later"}, "refresh must be 'together', 'staggered' or a delay in steps"),
         ({"tolerated": -1}, "tolerated must be"),
         ({"average": "mean"}, "average must be one of"),
+        ({"beta3": 1.0}, r"beta3 must be None, or in \[0, 1\) where betas\[0\] is above 0, got"),
+        ({"beta3": 0.5, "betas": (0.0, 0.9)}, "beta3 must be None"),
+        ({"dampening": 0.5}, "0 where momentum is 0 .there is nothing to dampen"),
+        ({"dampening": 1.0, "momentum": 0.9}, r"dampening must be in \[0, 1\)"),
     ],
     ids=str,
 )

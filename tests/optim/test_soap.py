@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import isokron
 from cases import build
 from isokron.linalg import follow, offdiagonal
-from naive import SHAPES, assert_follows, flat, folded, gradients, hat, times
+from naive import SHAPES, assert_follows, blended, flat, folded, gradients, hat, times
 
 EVERY, START, BETAS, FACTOR_BETA = 3, 6, (0.9, 0.99), 0.9
 
@@ -21,6 +21,7 @@ def naive_soap(
     beta2: float = BETAS[1],
     beta: float = FACTOR_BETA,
     correct: bool = True,
+    beta3: float | None = None,
 ) -> Any:
     """Adam in the basis; the moment is kept outside of it, the variances turn with it."""
     shape = grads[0].shape
@@ -44,9 +45,9 @@ def naive_soap(
         turned = g
         for i in sides:
             turned = times(turned, basis[i].T, i)
-        m = BETAS[0] * m + (1 - BETAS[0]) * g
         v = folded(v, turned**2, beta2)
-        update = hat(m, BETAS[0], t, correct)
+        update = blended(m, g, BETAS[0], beta3, t, correct)
+        m = BETAS[0] * m + (1 - BETAS[0]) * g
         for i in sides:
             update = times(update, basis[i].T, i)
         update = update / (hat(v, beta2, t, correct).sqrt() + 1e-8)
@@ -79,6 +80,11 @@ def test_soap_follows_the_naive_version(shape: tuple[int, ...], basis: str) -> N
 
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "biased": ({"use_bias_correction": False}, {"correct": False}),
+    "blended": ({"beta3": 0.5}, {"beta3": 0.5}),
+    "blended, biased": (
+        {"beta3": 0.95, "use_bias_correction": False},
+        {"beta3": 0.95, "correct": False},
+    ),
     "sums": ({"betas": (0.9, 1.0), "factor_beta": None}, {"beta2": 1.0, "beta": 1.0}),
     "sum of squares": ({"betas": (0.9, 1.0)}, {"beta2": 1.0}),
     "sums in factors": ({"factor_beta": 1.0}, {"beta": 1.0}),

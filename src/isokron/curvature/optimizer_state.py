@@ -324,7 +324,7 @@ def _block_state(
     state: ParamState, number: int, sides: list[int], rows: Tensor, columns: Tensor, inside: Tensor
 ) -> BlockState:
     group, entry = state.group, state.entry
-    if group.get("statistic") == "kl":
+    if group.get("statistic") in ("kl", "kl_sum"):
         raise ValueError(
             f"the factors of {state.name!r} are those of statistic='kl', which are no sums of "
             f"squared gradients; {FIT}"

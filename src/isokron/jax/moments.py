@@ -36,6 +36,23 @@ def debiased(mean: jax.Array, beta: Number, step: jax.Array) -> jax.Array:
     return mean / across(bias(beta, step), mean)
 
 
+def blend(mean: jax.Array, grad: jax.Array, beta: Number, ratio: Number, step: Any) -> jax.Array:
+    """β₃M₋ + (1−β₃)G, debiased, M₋ the mean before this gradient. [B, ...]
+
+    `ratio`: β₃/β; 1 is the mean itself, and β is Nesterov's look-ahead, (1−β)G + βM.
+    """
+    if isinstance(ratio, (int, float)) and ratio == 1:
+        return debiased(mean, beta, step)
+    # gradients weigh (1−β₃) + β₃(1−βᵗ⁻¹) = 1 − (β₃/β)βᵗ
+    return debiased(mixed(mean, grad, ratio), beta, step + jnp.log(ratio) / jnp.log(beta))
+
+
+def beta3_ratio(settings: Settings) -> Number:
+    """β₃/β₁, by which Shampoo, SOAP and Katie blend their first moment."""
+    beta3 = settings["beta3"]
+    return 1 if beta3 is None else beta3 / settings["betas"][0]
+
+
 def adam(
     grad: jax.Array,
     mu: jax.Array,

@@ -84,6 +84,8 @@ SHARED: dict[str, tuple[Any, Rule]] = {
     "eps": (1e-8, NOT_NEGATIVE),
     "momentum": (0.0, FRACTION),
     "nesterov": (False, FLAG),
+    "dampening": (0.0, FRACTION),
+    "beta3": (None, optional(FRACTION)),
     "graft": (None, choice(None, "sgd", "adagrad", "rmsprop", "adam")),
     "factor_dtype": (None, FLOATING),
     "state_dtype": (None, ANYTHING),
@@ -123,7 +125,7 @@ RULES: dict[str, dict[str, Rule]] = {
         "factor_beta": number("a number in [0, 1]", lambda x: 0 <= x <= 1),
         "damping": NOT_NEGATIVE,
         "form": choice("root", "eigen"),
-        "statistic": choice("gradient", "kl"),
+        "statistic": choice("gradient", "kl", "kl_sum"),
     },
     "Katie": {
         "factor_beta": FRACTION,
@@ -161,6 +163,8 @@ class FactorSettings(LayoutSettings, total=False):
     eps: float  # ε beside the root of a second moment
     momentum: float  # of a heavy ball on the update
     nesterov: bool  # whether that looks ahead
+    dampening: float  # δ of B ← μB + (1−δ)P, the heavy ball
+    beta3: float | None  # of the moment β₃M + (1−β₃)G that is stepped along; None: betas[0]
     factor_dtype: Any  # of the factors' statistics; by default that of the state
     warmup: int  # steps at first that each refresh; `start` and `every` count from there
     vectors: bool  # whether the method steps vectors too
@@ -220,6 +224,14 @@ def settle(
             raise ValueError(f"{name} must be {rule.text}, got {settings[name]!r}{remedy}")
     if settings["nesterov"] and is_zero(settings["momentum"]):
         raise ValueError("nesterov must be False where momentum is 0, got True; set a momentum")
+    if not is_zero(settings["dampening"]) and is_zero(settings["momentum"]):
+        raise ValueError(
+            f"dampening must be 0 where momentum is 0, got {settings['dampening']}; set a momentum"
+        )
+    if settings["beta3"] is not None and is_zero(settings["betas"][0]):
+        raise ValueError(
+            f"beta3 must be None where betas[0] is 0, got {settings['beta3']}; set betas"
+        )
     if settings["polar"] and settings["vectors"]:
         raise ValueError(
             "polar must be False where vectors=True, got True; vectors have no polar factor"

@@ -43,7 +43,7 @@ def scale_by_shampoo(
         form: "root" keeps A, "eigen" eigenvalues and eigenvectors of F.
         solver: of roots, "eigh", or "newton" or "higher", which use matrix products only.
         statistic: "gradient", or "kl": F of gradients that the other sides have preconditioned
-            (KL-Shampoo, 2509.03378).
+            (KL-Shampoo, 2509.03378), the mean over columns; "kl_sum" is the sum.
         graft: whose step length to take: None, "sgd", "adagrad", "rmsprop" or "adam".
         every: steps from one refresh to the next.
         start: the first refresh, followed by one at each doubling below `every`.
@@ -92,10 +92,12 @@ def _init(batch: BlockBatch, dtype: Any, settings: Settings) -> State:
 
 
 def _observe(grads: Gradients, state: State, settings: Settings) -> State:
-    kl, beta, covariances = settings["statistic"] == "kl", settings["factor_beta"], {}
+    statistic, beta, covariances = settings["statistic"], settings["factor_beta"], {}
     for i in moments.sides_of(state):
-        white = _applied(grads.grad, state, settings, but=i) if kl else grads.grad
-        covariances[f"cov.{i}"] = moments.observe_side(state, white, i, beta, mean=kl)
+        plain = statistic == "gradient"
+        white = grads.grad if plain else _applied(grads.grad, state, settings, but=i)
+        mean = statistic == "kl"
+        covariances[f"cov.{i}"] = moments.observe_side(state, white, i, beta, mean=mean)
     return covariances
 
 

@@ -107,7 +107,8 @@ def _direction(grads: Gradients, state: State, settings: Settings) -> tuple[jax.
     variance = moments.mixed(state["variance"], turned * turned, beta2)
     rotated = moments.mixed(state["rotated"], turned, beta1)
     deviation = jnp.sqrt(moments.debiased(variance, beta2, grads.step)) + settings["eps"]
-    direction = moments.debiased(rotated, beta1, grads.step) / deviation
+    ratio = moments.beta3_ratio(settings)
+    direction = moments.blend(rotated, turned, beta1, ratio, grads.step) / deviation
     for i in moments.sides_of(state):
         direction = multiply(direction, state[f"basis.{i}"], i)
     return direction, {"rotated": rotated, "variance": variance}

@@ -16,7 +16,7 @@ import optax
 from isokron.jax import blocks
 from isokron.jax.blocks import Arrays, BlockBatch, Settings, Splitter, TreeLayout
 from isokron.jax.linalg import across, spectral_direction
-from isokron.jax.moments import adam, debiased, graft, mixed
+from isokron.jax.moments import adam, beta3_ratio, blend, debiased, graft, mixed
 from isokron.jax.settings import first_refresh, in_dtype, is_zero, refresh_due
 from isokron.jax.sharding import Placement, placement_of
 from isokron.jax.stacks import warn_of_stacks
@@ -264,11 +264,10 @@ def _with_moment(
     beta, stored = _first_beta(method, settings), state["momentum"].dtype
     old = state["momentum"].astype(grads.grad.dtype)
     mean = jnp.where(across(grads.live, old), mixed(old, grads.grad, beta), old)
+    ratio = beta if settings["nesterov"] else 1
+    ratio = beta3_ratio(settings) if method.heavy_ball else ratio
     # computed from the masked mean, so that one pass reads the old one, and before it is rounded
-    look_ahead = settings["nesterov"] and not method.heavy_ball
-    moment = mixed(mean, grads.grad, beta) if look_ahead else mean
-    # Nesterov weighs gradients as one step later: (1−β) + β(1−βᵗ) = 1 − βᵗ⁺¹
-    moment = debiased(moment, beta, grads.step + 1 if look_ahead else grads.step)
+    moment = blend(mean, grads.grad, beta, ratio, grads.step)
     return grads._replace(moment=moment), state | {"momentum": mean.astype(stored)}
 
 
@@ -370,7 +369,8 @@ def _grafted(
         first = jnp.where(settings["warmup"] > 0, 1, first_refresh(settings))
         direction = jnp.where(settings["count"] < first, simple, graft(direction, simple))
     if "velocity" in state:
-        rate = settings["momentum"]  # B ← μB + P; the step is B or, with Nesterov, P + μB
+        rate = settings["momentum"]  # B ← μB + (1−δ)P; B or, with Nesterov, (1−δ)P + μB
+        direction = (1 - settings["dampening"]) * direction
         velocity = rate * state["velocity"] + direction
         direction = direction + rate * velocity if settings["nesterov"] else velocity
         state = _updated(state, {"velocity": velocity}, grads.live)

@@ -326,7 +326,7 @@ class BatchStep:
 
     def write_(self, group: Mapping[str, Any], copies: Copies) -> None:
         """W ← W(1 − lr·λ) − lr·P"""
-        lr, decay = learning_rate(group), decay_rate(group)
+        lr, decay = learning_rate(group), decay_rate(group, "momentum")
         batch, stochastic = self.batch, group["rounding"] == "stochastic"
         if batch.exchange is not None and self.arriving is not None:
             blocks = [writable(param, block, copies) for param, block in batch.exchange.targets()]

@@ -17,7 +17,13 @@ from isokron.optim.blocks import Batch, BatchStep, Copies, writable, write_back
 from isokron.optim.moments import BASES, SECOND_MOMENTS, heavy_ball_
 from isokron.optim.natural_gradient import NaturalGradient
 from isokron.optim.preconditioned import Preconditioned
-from isokron.optim.settings import decay_rate, learning_rate, note_peak_, refresh_delay
+from isokron.optim.settings import (
+    added_decay,
+    decay_rate,
+    learning_rate,
+    note_peak_,
+    refresh_delay,
+)
 
 # √v has no derivative at v = 0. This floor is far below ε², so that steps stay as they are.
 FLOOR = 1e-30
@@ -196,8 +202,8 @@ class FunctionalStep:
             return torch.cat([view.read(tensors[names[view.param]]) for view in batch.views])
 
         grad = -rows(grads) if group["maximize"] else rows(grads)
-        if group["weight_decay"] and group["decay"] == "l2":
-            grad = grad + group["weight_decay"] * rows(stepped)
+        if added := added_decay(group, "l2"):
+            grad = grad + added * rows(stepped)
         kinds = {key: key.split(".")[0] for key in work}
         fixed = bool(BASES & set(kinds.values()))  # bases, and the statistics they are made from
         if fixed:
@@ -209,12 +215,14 @@ class FunctionalStep:
         work |= {key: work[key].clone() for key in kinds if kinds[key] == "root"}
         step = BatchStep(batch, batch.views, batch.all_rows, None, work, grad)
         step.direction = optimizer._direction(step, group)
+        if added := added_decay(group, "momentum"):
+            step.direction = step.direction + added * rows(stepped)
         if "velocity" in work:
             step.direction = heavy_ball_(work["velocity"], step.direction, group)
         if optimizer._refresher.unread:
             optimizer._settle()
             optimizer._refresher.raise_error()
-        lr, decay = learning_rate(group), decay_rate(group)
+        lr, decay = learning_rate(group), decay_rate(group, "momentum")
         copies: Copies = {}
         for view, direction in zip(step.views, step.directions_of_views(), strict=True):
             block = view.split(writable(stepped[names[view.param]], view.block, copies))

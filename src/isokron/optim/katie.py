@@ -24,6 +24,7 @@ from isokron.optim.moments import (
 )
 from isokron.optim.preconditioned import Params, Preconditioned
 from isokron.optim.settings import (
+    FACTOR_SETTINGS,
     Average,
     Graft,
     Nonfinite,
@@ -36,7 +37,7 @@ from isokron.optim.settings import (
 )
 
 CHOICES = {"form": ("sequential", "symmetric"), "statistic": ("correlation", "raw")}
-GROUP_SETTINGS: dict[str, Any] = {"statistic": "correlation", "factor_dtype": None}
+GROUP_SETTINGS: dict[str, Any] = {"statistic": "correlation", **FACTOR_SETTINGS}
 
 
 class Katie(Preconditioned):
@@ -69,6 +70,8 @@ class Katie(Preconditioned):
         statistic: "raw" takes the factors from G, which counts its scale twice; for comparison.
         factor_dtype: Of K; None: that of the state. torch.bfloat16 and "8bit" are for its roots
             too; see docs/memory.md.
+        beta3: β₃ of the moment β₃M + (1−β₃)G that is stepped along, M the mean before G; None: β₁.
+        dampening: δ of the momentum on the update, B ← μB + (1−δ)P.
     """
 
     @checked_keywords(GROUP_SETTINGS)

@@ -71,7 +71,8 @@ class Traits:
         takes: (param, group) → whether the method steps it; AdamW steps the others.
         check: (group) raises a ValueError for settings of the method that cannot be right.
         operator: names of the state that `refresh` makes, up to a dot; delayed refreshes need them.
-        moment: (state, group) → the first moment, of a method that keeps it in a form of its own;
+        moment: (grad, state, group) → the moment to step along, of a method that keeps the first
+            moment in a form of its own;
             `direction` then gets the gradient.
         heavy_ball: the first moment's rate is betas[0], and `momentum` acts on the update.
         elementwise: any part of a parameter is stepped as in the whole, so FSDP1's flat shards too.
@@ -87,7 +88,7 @@ class Traits:
     takes: Callable[[Tensor, Group], bool] = gets_method
     check: Callable[[Group], None] | None = None
     operator: tuple[str, ...] = ()
-    moment: Callable[[Mapping[str, Tensor], Group], Tensor] | None = None
+    moment: Callable[[Tensor, Mapping[str, Tensor], Group], Tensor] | None = None
     heavy_ball: bool = False
     elementwise: bool = False
     squares: bool = False

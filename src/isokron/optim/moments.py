@@ -53,18 +53,36 @@ def counted(state: Mapping[str, Tensor], group: Mapping[str, Any]) -> Tensor | N
 
 
 def first_moment_(
-    mean: Tensor, grad: Tensor, beta: float, nesterov: bool, step: Tensor | None
+    mean: Tensor, grad: Tensor, beta: float, ratio: float, step: Tensor | None
 ) -> Tensor:
-    """M ← βM + (1−β)G; returns M, or (1−β)G + βM with Nesterov; debiased where `step` is given."""
+    """M ← βM + (1−β)G; returns the moment to step along, see `blend`."""
     mean.lerp_(grad, 1 - beta)
-    moment = grad.lerp(mean, beta) if nesterov else mean
-    # Nesterov's look-ahead weighs the gradients as one step later: (1−β) + β(1−βᵗ) = 1 − βᵗ⁺¹
-    return moment if step is None else moment / bias(beta, step + 1 if nesterov else step)
+    return blend(mean, grad, beta, ratio, step)
+
+
+def blend(mean: Tensor, grad: Tensor, beta: float, ratio: float, step: Tensor | None) -> Tensor:
+    """β₃M₋ + (1−β₃)G, M₋ the mean before this gradient; debiased where `step` is given.
+
+    `ratio`: β₃/β; 1 is the mean itself, and β is Nesterov's look-ahead, (1−β)G + βM.
+    """
+    moment = mean if ratio == 1 else grad.lerp(mean, ratio)
+    if step is not None and ratio != 1:
+        # gradients weigh (1−β₃) + β₃(1−βᵗ⁻¹) = 1 − (β₃/β)βᵗ
+        step = step + (math.log(ratio) / math.log(beta) if ratio else math.inf)
+    return moment if step is None else moment / bias(beta, step)
+
+
+def beta3_ratio(group: Mapping[str, Any]) -> float:
+    """β₃/β₁, by which Shampoo, SOAP and Katie blend their first moment."""
+    beta3 = group.get("beta3")
+    return 1.0 if beta3 is None else beta3 / group["betas"][0]
 
 
 def heavy_ball_(velocity: Tensor, update: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """B ← μB + P; returns B, or P + μB with Nesterov."""
-    rate = group["momentum"]
+    """B ← μB + (1−δ)P; returns B, or (1−δ)P + μB with Nesterov."""
+    rate, dampening = group["momentum"], group.get("dampening", 0.0)
+    if dampening:
+        update = update * (1 - dampening)
     velocity.mul_(rate).add_(update)
     return update.add(velocity, alpha=rate) if group["nesterov"] else velocity
 

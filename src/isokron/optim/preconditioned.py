@@ -45,6 +45,7 @@ from isokron.optim.group_checks import check_changes_, check_params, check_setti
 from isokron.optim.layout import GroupLayout, Traits, build_layout, matrices_of
 from isokron.optim.lr_transfer import scale_by_width_, scale_from_adamw_
 from isokron.optim.moments import (
+    beta3_ratio,
     counted,
     first_moment_,
     graft,
@@ -56,6 +57,7 @@ from isokron.optim.param_groups import warn_of_tables
 from isokron.optim.refresh import Refresher, is_early, rows_where, wait
 from isokron.optim.settings import (
     SHARED,
+    added_decay,
     check_settings,
     check_spelling,
     follow_cycle_,
@@ -241,7 +243,7 @@ class Preconditioned(torch.optim.Optimizer):
 
     def _request(self, waves: Sequence[Sequence[Batch]], group: Group) -> None:
         """Start to bring gradients of blocks to their owners."""
-        weights = bool(group["weight_decay"]) and group["decay"] == "l2"
+        weights = bool(added_decay(group, "l2") or added_decay(group, "momentum"))
         for batch in (batch for wave in waves for batch in wave):
             if batch.exchange is not None:
                 batch.exchange.request(weights)
@@ -261,8 +263,8 @@ class Preconditioned(torch.optim.Optimizer):
         grad = batch.gradients(views)
         if group["maximize"]:
             grad = -grad
-        if group["weight_decay"] and group["decay"] == "l2":
-            grad = grad.add(batch.weights(views), alpha=group["weight_decay"])
+        if added := added_decay(group, "l2"):
+            grad = grad.add(batch.weights(views), alpha=added)
         if group["route"] != "spectral":
             self.observe(grad, state, group)
         return BatchStep(batch, views, rows, index, state, grad)
@@ -272,10 +274,12 @@ class Preconditioned(torch.optim.Optimizer):
         grad, state, spectral = step.grad, step.state, group["route"] == "spectral"
         kept, moment = None if spectral else self.traits.moment, grad
         if "momentum" in state:
-            ahead = group["nesterov"] and not self.traits.heavy_ball
+            beta = self._beta(group)
+            ratio = beta if group["nesterov"] else 1.0
+            ratio = beta3_ratio(group) if self.traits.heavy_ball else ratio
             # grafting needs the moment's scale, whatever the method does with it
             count = counted(state, group) if self.traits.debias or group["graft"] else None
-            moment = first_moment_(state["momentum"], grad, self._beta(group), ahead, count)
+            moment = first_moment_(state["momentum"], grad, beta, ratio, count)
         if spectral:
             direction = spectral_direction(moment)
         else:
@@ -287,7 +291,7 @@ class Preconditioned(torch.optim.Optimizer):
         simple: Tensor | None = None
         if group["graft"]:
             if kept is not None and "momentum" not in state:
-                moment = kept(state, group)
+                moment = kept(grad, state, group)
             simple = graft_direction(grad, moment, state, group)
             direction = graft(direction, simple)
             if not spectral:
@@ -303,6 +307,8 @@ class Preconditioned(torch.optim.Optimizer):
     def _finish(self, step: BatchStep, group: Group) -> None:
         """Momentum on the update; the state goes back, and directions travel to who writes them."""
         if step.views:
+            if added := added_decay(group, "momentum"):
+                step.direction = step.direction.add(step.batch.weights(step.views), alpha=added)
             if "velocity" in step.state:
                 step.direction = heavy_ball_(step.state["velocity"], step.direction, group)
             if self._recorder is not None:

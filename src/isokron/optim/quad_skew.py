@@ -132,7 +132,9 @@ class WhiteKron(Preconditioned):
         if "moment" in state:
             mean = state["moment"].to(grad.dtype)
             step = counted(state, group)
-            corrected = first_moment_(mean, grad, group["momentum"], group["nesterov"], step)
+            beta = group["momentum"]
+            ratio = beta if group["nesterov"] else 1.0
+            corrected = first_moment_(mean, grad, beta, ratio, step)
             state["moment"].copy_(mean)  # after the bias correction, which must not see rounding
         state["corrected"] = state["mean"] = corrected
 
@@ -484,7 +486,7 @@ def _per_block(values: Tensor, blocks: Tensor) -> Tensor:
 # may be in several batches.
 
 
-def debiased_moment(state: Mapping[str, Tensor], group: Mapping[str, Any]) -> Tensor:
+def debiased_moment(grad: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any]) -> Tensor:
     """μ̂ before it is normalised, which is what grafting takes. [B, ...]"""
     return state["mean"]
 

@@ -39,7 +39,9 @@ SHARED: dict[str, Any] = {
     "max_dim": None,  # longer dimensions are cut into blocks
     "lr_scale": 1.0,  # factor on lr, so that one schedule can drive groups of different rates
     "weight_decay": 0.0,
-    "decay": "decoupled",  # or "corrected": scaled by lr / its peak; or "l2": into the gradient
+    # or "corrected": scaled by lr / its peak; "l2": into the gradient; "momentum": decoupled, and
+    # part of the direction that Shampoo's, SOAP's and Katie's momentum accumulates
+    "decay": "decoupled",
     "momentum": 0.0,
     "nesterov": False,
     "betas": (0.9, 0.999),  # of AdamW and of grafting, and of methods that say so
@@ -75,13 +77,20 @@ SHARED: dict[str, Any] = {
 CHOICES: dict[str, tuple[Any, ...]] = {
     "route": ("auto", "method", "adamw", "spectral"),
     "order": (2, None),
-    "decay": ("decoupled", "corrected", "l2"),
+    "decay": ("decoupled", "corrected", "l2", "momentum"),
     "graft": (None, "sgd", "adagrad", "rmsprop", "adam"),
     "average": (None, "schedule_free", "primal"),
     "nonfinite": ("raise", "skip", "ignore"),
     "moments": (None, "8bit"),
     "rounding": ("nearest", "stochastic"),
     "mode": ("train", "eval"),
+}
+
+# Group settings that Shampoo, SOAP and Katie have in common.
+FACTOR_SETTINGS: dict[str, Any] = {
+    "factor_dtype": None,
+    "beta3": None,  # of the moment β₃M + (1−β₃)G that is stepped along; None: betas[0]
+    "dampening": 0.0,  # δ of B ← μB + (1−δ)P
 }
 
 # Changing these needs no new layout of blocks and state; schedules and torch write some of them.
@@ -163,9 +172,17 @@ def follow_cycle_(group: dict[str, Any]) -> None:
             group["momentum"] = beta
 
 
-def decay_rate(group: Mapping[str, Any]) -> Any:
-    """λ of W ← W − lr·λW; "corrected" lets it fall with the learning rate (2506.02285)."""
-    rate = 0.0 if group["decay"] == "l2" else group["weight_decay"]
+def added_decay(group: Mapping[str, Any], to: str) -> Any:
+    """λ of λW added to the gradient ("l2"), or to the direction before its "momentum"."""
+    return group["weight_decay"] if group["decay"] == to else 0.0
+
+
+def decay_rate(group: Mapping[str, Any], added: str = "l2") -> Any:
+    """λ of W ← W − lr·λW; "corrected" lets it fall with the learning rate (2506.02285).
+
+    `added`: a further value of `decay` whose λW is part of the direction.
+    """
+    rate = 0.0 if group["decay"] in ("l2", added) else group["weight_decay"]
     if rate and group["decay"] == "corrected" and group["peak_lr"]:
         return rate * float(group["lr"]) / group["peak_lr"]
     return rate
@@ -401,13 +418,20 @@ def check_number(optimizer: str, name: str, value: Any, rule: str = "at least 0"
 
 
 def check_factors(optimizer: str, group: Mapping[str, Any]) -> None:
-    """What Shampoo, SOAP and Katie have in common: second moments along each dimension."""
+    """FACTOR_SETTINGS, and `factor_beta` of second moments along each dimension."""
     beta = group["factor_beta"]
     ok = beta is None or 0 <= _scalar(beta) <= 1
     require(ok, optimizer, group, "factor_beta", "at least 0 and at most 1")
     dtype = group["factor_dtype"]
     rule = f"{FLOAT_DTYPE[0]}, or '8bit'"
     require(dtype == "8bit" or _is_dtype(dtype), optimizer, group, "factor_dtype", rule)
+    beta3, moment = group["beta3"], group["betas"][0] > 0
+    rule = "None, or in [0, 1) where betas[0] is above 0"
+    fine = beta3 is None or (moment and is_number(beta3, below=1))
+    require(fine, optimizer, group, "beta3", rule)
+    rule = "in [0, 1), and 0 where momentum is 0 (there is nothing to dampen)"
+    fine = is_number(group["dampening"], below=1 if group["momentum"] else 1e-300)
+    require(fine, optimizer, group, "dampening", rule)
 
 
 def check_choices(

@@ -20,6 +20,7 @@ from isokron.optim.moments import (
 )
 from isokron.optim.preconditioned import Params, Preconditioned
 from isokron.optim.settings import (
+    FACTOR_SETTINGS,
     Average,
     Graft,
     Nonfinite,
@@ -30,8 +31,8 @@ from isokron.optim.settings import (
     keywords_of,
 )
 
-CHOICES = {"statistic": ("gradient", "kl")}
-GROUP_SETTINGS: dict[str, Any] = {"deficient": "relative", "factor_dtype": None}
+CHOICES = {"statistic": ("gradient", "kl", "kl_sum")}
+GROUP_SETTINGS: dict[str, Any] = {"deficient": "relative", **FACTOR_SETTINGS}
 
 
 class Shampoo(Preconditioned):
@@ -48,7 +49,7 @@ class Shampoo(Preconditioned):
         exponent: p: a number, or {order: number or one per dimension}; 0 leaves a dimension alone,
             None is twice the order of a block, as first published.
         statistic: "gradient", or "kl": F_i of gradients that the other factors have
-            preconditioned (KL-Shampoo, 2509.03378).
+            preconditioned (KL-Shampoo, 2509.03378), the mean over columns; "kl_sum" is the sum.
         graft: Take the step length of "sgd", "adagrad", "rmsprop" or "adam"; None: Shampoo's own.
         every: Steps between refreshes of the roots.
         start: Step of the first refresh; then at 2·start, 4·start, … up to `every`.
@@ -62,6 +63,8 @@ class Shampoo(Preconditioned):
             pseudo-inverse.
         factor_dtype: Of F; None: that of the state. torch.bfloat16 and "8bit" are for its roots
             too; see docs/memory.md.
+        beta3: β₃ of the moment β₃M + (1−β₃)G that is stepped along, M the mean before G; None: β₁.
+        dampening: δ of the momentum on the update, B ← μB + (1−δ)P.
     """
 
     @checked_keywords(GROUP_SETTINGS)
@@ -76,7 +79,7 @@ class Shampoo(Preconditioned):
         factor_beta: float = 0.95,
         damping: float = 1e-4,
         exponent: Exponent = 2,
-        statistic: Literal["gradient", "kl"] = "gradient",
+        statistic: Literal["gradient", "kl", "kl_sum"] = "gradient",
         graft: Graft = "adam",
         every: int = 10,
         start: int | None = 2,
@@ -111,7 +114,8 @@ class Shampoo(Preconditioned):
         for i in sides_of(state):
             sides = [Identity() if j == i else factor for j, factor in enumerate(factors)]
             white = Kron(tuple(sides)).apply(grad)
-            scale = grad.size(i + 1) / prod(grad.shape[1:])
+            columns = prod(grad.shape[1:]) / grad.size(i + 1)
+            scale = 1 / columns if group["statistic"] == "kl" else 1.0
             observe_side_(state[f"cov.{i}"], white, i, group["factor_beta"], scale)
 
     def refresh(

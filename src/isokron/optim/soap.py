@@ -11,7 +11,8 @@ from isokron.operators import KronEigen
 from isokron.optim.blocks import Batch
 from isokron.optim.layout import Traits
 from isokron.optim.moments import (
-    bias,
+    beta3_ratio,
+    blend,
     counted,
     deviation,
     first_moment_,
@@ -23,6 +24,7 @@ from isokron.optim.moments import (
 )
 from isokron.optim.preconditioned import Params, Preconditioned
 from isokron.optim.settings import (
+    FACTOR_SETTINGS,
     Average,
     Graft,
     Nonfinite,
@@ -32,9 +34,10 @@ from isokron.optim.settings import (
     check_number,
     checked_keywords,
     keywords_of,
+    require,
 )
 
-GROUP_SETTINGS: dict[str, Any] = {"factor_dtype": None}
+GROUP_SETTINGS: dict[str, Any] = {"variances": "rotated", **FACTOR_SETTINGS}
 
 
 class SOAP(Preconditioned):
@@ -62,8 +65,12 @@ class SOAP(Preconditioned):
         nonfinite: On a gradient that is not finite: "raise", "skip" the step or "ignore" it.
 
     Group settings besides the shared ones of docs/engine.md:
+        variances: "rotated" with the basis, or "kept" as they are when it changes, for
+            basis="eigh"; eigenvectors are by ascending eigenvalue then.
         factor_dtype: Of the factors; None: that of the state. torch.bfloat16 and "8bit" are for
             the bases too; see docs/memory.md.
+        beta3: β₃ of the moment β₃M + (1−β₃)G that is stepped along, M the mean before G; None: β₁.
+        dampening: δ of the momentum on the update, B ← μB + (1−δ)P.
     """
 
     @checked_keywords(GROUP_SETTINGS)
@@ -113,7 +120,7 @@ class SOAP(Preconditioned):
         self, state: dict[str, Tensor], group: Mapping[str, Any], first: bool
     ) -> dict[str, Tensor]:
         if first:  # by eigh: one QR iteration that starts from the identity leads nowhere
-            bases = {f"basis.{i}": eigenbasis(state[f"cov.{i}"]) for i in sides_of(state)}
+            bases = {f"basis.{i}": _basis(state[f"cov.{i}"], group) for i in sides_of(state)}
             return {key: where_observed(basis, key, state) for key, basis in bases.items()}
         return {f"basis.{i}": self._refreshed(state, i, group) for i in sides_of(state)}
 
@@ -122,7 +129,7 @@ class SOAP(Preconditioned):
         cov = state[f"cov.{side}"]
         cov = mirror_(cov.to(torch.promote_types(cov.dtype, old.dtype), copy=True))
         old = old.to(cov.dtype)
-        basis = eigenbasis(cov) if group["basis"] == "eigh" else follow(cov, old)
+        basis = _basis(cov, group) if group["basis"] == "eigh" else follow(cov, old)
         if group["tolerance"]:
             fits = offdiagonal(cov, old) <= group["tolerance"]
             basis = torch.where(fits[:, None, None], old, basis)
@@ -139,7 +146,8 @@ class SOAP(Preconditioned):
             dim = int(key[6:]) - (state["variance"].ndim - 1)
             turn = basis.mT @ state[key]
             state["rotated"].copy_(multiply(state["rotated"], turn, dim))
-            state["variance"].copy_(multiply(state["variance"], turn.square(), dim))
+            if group["variances"] == "rotated":
+                state["variance"].copy_(multiply(state["variance"], turn.square(), dim))
             state[key].copy_(basis)
 
     def direction(self, grad: Tensor, state: dict[str, Tensor], group: Mapping[str, Any]) -> Tensor:
@@ -148,8 +156,14 @@ class SOAP(Preconditioned):
         turned = eigen.rotate(grad)
         second_moment_(state["variance"], turned, beta2)
         spread = deviation(state["variance"], beta2, group["eps"], state, group)
-        moment = first_moment_(state["rotated"], turned, beta1, False, counted(state, group))
+        ratio, count = beta3_ratio(group), counted(state, group)
+        moment = first_moment_(state["rotated"], turned, beta1, ratio, count)
         return eigen.unrotate(moment / spread)
+
+
+def _basis(cov: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """Eigenvectors by descending eigenvalue; ascending, as published for variances that stay."""
+    return eigenbasis(cov) if group["variances"] == "rotated" else eigenbasis(cov).flip(-1)
 
 
 def _eigen(state: Mapping[str, Tensor]) -> KronEigen:
@@ -157,12 +171,10 @@ def _eigen(state: Mapping[str, Tensor]) -> KronEigen:
     return KronEigen(tuple(bases), state["variance"])
 
 
-def first_moment(state: Mapping[str, Tensor], group: Mapping[str, Any]) -> Tensor:
+def first_moment(grad: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any]) -> Tensor:
     """M̂ = Q(QᵀM̂), out of the basis that it is kept in. [B, ...]"""
-    step, rotated = counted(state, group), state["rotated"]
-    return _eigen(state).unrotate(
-        rotated if step is None else rotated / bias(group["betas"][0], step)
-    )
+    mean = _eigen(state).unrotate(state["rotated"])
+    return blend(mean, grad, group["betas"][0], beta3_ratio(group), counted(state, group))
 
 
 def _factor_beta(group: Mapping[str, Any]) -> float:
@@ -171,6 +183,9 @@ def _factor_beta(group: Mapping[str, Any]) -> float:
 
 
 def check_soap(group: Mapping[str, Any]) -> None:
-    check_choices("SOAP", group, {"basis": ("qr", "eigh")})
+    check_choices("SOAP", group, {"basis": ("qr", "eigh"), "variances": ("rotated", "kept")})
+    rule = "'rotated' where basis is 'qr', whose columns change places"
+    fine = group["variances"] == "rotated" or group["basis"] == "eigh"
+    require(fine, "SOAP", group, "variances", rule)
     check_factors("SOAP", group)
     check_number("SOAP", "tolerance", group["tolerance"])
