@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from isokron import tasks
 from isokron.attribution import Attributor
-from isokron.attribution.evaluate import lds_by_query, retrain, spearman, subsets
+from isokron.attribution.evaluate import lds_by_query, random_subsets, retrain, spearman
 from isokron.tasks import Examples, Task
 
 WIDTH, EPOCHS, BATCH, RATE = 64, 30, 64, 1e-3
@@ -124,7 +124,7 @@ def main() -> None:
         start = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
             theirs = peer_scores(args.kronfluence, Path(folder), run, queries)
-            halves = subsets(args.subsets, len(everything))
+            halves = random_subsets(args.subsets, len(everything))
             asked = [queries.batch(torch.arange(args.queries))]
             losses = retrain(
                 Path(folder) / "models", task, trained, halves, asked, repeats=args.repeats

@@ -50,7 +50,7 @@ from torch.optim import SGD, Optimizer
 
 import isokron
 from isokron.attribution import Attributor, Query
-from isokron.attribution.evaluate import lds_by_query, retrain, subsets
+from isokron.attribution.evaluate import lds_by_query, random_subsets, retrain
 from isokron.attribution.unroll import TrainingRun
 from isokron.optim.functional_step import FunctionalStep
 from isokron.tasks import Batch, Examples, Shown, Task
@@ -214,7 +214,7 @@ class Study:
     def __init__(self, name: str, count: int, queries: int) -> None:
         self.name, self.setting = name, SETTINGS[name]
         self.task, self.folder = self.setting.task(), CACHE / "lds_table" / name
-        self.members = subsets(count, len(self.task.train))
+        self.members = random_subsets(count, len(self.task.train))
         self.asked = self.task.held_out.batch(torch.arange(queries))
         self.queries = [
             Query(self.task.held_out.batch(torch.tensor([n])), (Shown(),), str(n))
@@ -395,7 +395,7 @@ def run_peer(study: Study, peer: str, installed: str) -> dict[str, Result]:
     """All methods of a library, in a process of its own."""
     models = [study.model]
     if peer == "dattri":  # TRAK averages over models of other halves
-        halves = subsets(HALF_MODELS, len(study.task.train), seed=1)
+        halves = random_subsets(HALF_MODELS, len(study.task.train), seed=1)
         models += [
             study.at(study.trained(100 + number, half)["checkpoints"][-1])
             for number, half in enumerate(halves)

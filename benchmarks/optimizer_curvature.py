@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 import isokron
 from isokron.attribution import Attributor, Query
-from isokron.attribution.evaluate import lds_by_query, retrain, subsets
+from isokron.attribution.evaluate import lds_by_query, random_subsets, retrain
 from isokron.tasks import Shown, Task
 
 RATE, BATCH = 1e-3, 64
@@ -82,7 +82,7 @@ def run_study(records: Records, data: str, name: str, models: Path, count: int, 
     make, epochs = TASKS[data]
     task = make()
     everything = torch.arange(len(task.train))
-    halves = subsets(count, len(everything))
+    halves = random_subsets(count, len(everything))
     batches = [task.held_out.batch(torch.arange(asked))]
     train = partial(only_model, name, epochs)
     start = time.perf_counter()

@@ -30,7 +30,7 @@ from records import Records
 from torch import Tensor, nn
 
 from isokron.attribution import Attributor, Query
-from isokron.attribution.evaluate import lds_by_query, retrain, subsets
+from isokron.attribution.evaluate import lds_by_query, random_subsets, retrain
 from isokron.tasks import Examples, Shown, Task
 from isokron.tasks.digits import logits
 from isokron.tasks.task import mean_cross_entropy
@@ -122,7 +122,7 @@ def run_study(records: Records, name: str, models: Path, count: int, asked: int)
     study, start = STUDIES[name], time.perf_counter()
     task = study.task()
     everything = torch.arange(len(task.train))
-    halves = subsets(count, len(everything))
+    halves = random_subsets(count, len(everything))
     batches = [task.held_out.batch(torch.arange(MOST))]
     losses = retrain(models / name, task, study.train, halves, batches, repeats=study.repeats)
     losses = losses[:, :asked]

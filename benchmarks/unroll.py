@@ -40,7 +40,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import isokron
 from isokron import tasks
-from isokron.attribution.evaluate import lds_by_query, subsets
+from isokron.attribution.evaluate import lds_by_query, random_subsets
 from isokron.attribution.queries import Query
 from isokron.attribution.scorers import ExactScorer
 from isokron.attribution.task_run import task_run
@@ -103,7 +103,7 @@ class Study:
         numbers = torch.arange(queries)
         self.queries = [self.task.held_out.batch(number[None]) for number in numbers]
         self.together = self.task.held_out.batch(numbers)
-        self.members = subsets(count, len(self.task.train), 1 - DROPPED, SEED)
+        self.members = random_subsets(count, len(self.task.train), 1 - DROPPED, SEED)
         self.model = make_model(self.task, SEED)  # with initial weights
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:

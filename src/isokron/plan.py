@@ -1,4 +1,4 @@
-"""Plan optimizers on many ranks: state, traffic and refresh time, from the shapes of a model.
+"""Plan optimizers on many ranks: state, traffic and computation, from the shapes of a model.
 
 Parameters are on the meta device. The optimizer lays out one parameter of each shape; the blocks
 and the state of the others are counted, and blocks get their owners as in a real step.
@@ -325,8 +325,8 @@ def report(
             row |= {f"{key}_mean": values.mean().item(), f"{key}_worst": values.max().item()}
         path = costs.decomposition_span / speed.decompositions
         path += costs.product_span / speed.products
-        row["refresh_mean"] = refresh.sum(0).mean().item()
-        row["refresh_step"] = path.sum().item()
+        row["compute"] = refresh.sum(0).mean().item()
+        row["delay"] = path.sum().item()
         row["of_adamw"] = row["state_worst"] / adamw.state.max().item()
         row["owners"] = int(np.count_nonzero(costs.blocks)) * (layout.ranks // layout.size)
         rows.append(row)

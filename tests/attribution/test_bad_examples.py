@@ -213,6 +213,6 @@ def test_evaluate_retrains_without_skipped_examples(tmp_path: Path) -> None:
     model = load("digits-tiny").model()
     with pytest.warns(UserWarning, match=r"2 of 60 training examples are skipped"):
         a = Attributor(tmp_path, model, task=task, on_bad="skip", examples=60)
-    evaluate(a.fit(), train, 2, models=3, dims=(4,), flipped=0)
+    evaluate(a.fit(), train, 2, subsets=3, dims=(4,), flipped=0)
     assert len(seen) == 3
     assert all(bool(images.isfinite().all()) for images in seen)

@@ -18,10 +18,10 @@ from isokron.attribution.evaluate import (
     lds_by_query,
     mislabel_auc,
     noise,
+    random_subsets,
     ranks,
     retrain,
     spearman,
-    subsets,
     with_flipped_labels,
 )
 from isokron.tasks import Examples, Task
@@ -93,11 +93,11 @@ def test_what_has_no_order_is_refused() -> None:
 
 
 def test_lds_is_one_where_losses_are_sums_of_scores() -> None:
-    members = subsets(12, 30, 0.5, seed=4)
+    members = random_subsets(12, 30, 0.5, seed=4)
     assert members.sum(1).tolist() == [15] * 12
     assert len(members.unique(dim=0)) == 12
-    assert subsets(5, 30, 0.5, seed=4).equal(members[:5])
-    assert not subsets(12, 30, 0.5, seed=5).equal(members)
+    assert random_subsets(5, 30, 0.5, seed=4).equal(members[:5])
+    assert not random_subsets(12, 30, 0.5, seed=5).equal(members)
     scores = torch.randn(3, 30, generator=torch.Generator().manual_seed(0))
     losses = -(members.double() @ scores.double().mT)
     losses[:, 1] *= -1
@@ -129,7 +129,7 @@ def test_exact_influence_foretells_what_retraining_does(tmp_path: Path) -> None:
     task = logistic.digits(EXAMPLES)
     model = logistic.fit(task, torch.arange(EXAMPLES), 0)
     queries = Examples(tuple(tensor[:QUERIES] for tensor in task.evaluation.tensors))
-    members = subsets(24, EXAMPLES)
+    members = random_subsets(24, EXAMPLES)
     batch = queries.batch(torch.arange(QUERIES))
     losses = retrain(tmp_path, task, logistic.fit, members, [batch])
     exact = logistic.influence(task, model, queries)
@@ -181,7 +181,7 @@ def test_a_killed_evaluation_goes_on_and_ends_with_the_same_bytes(tmp_path: Path
     # one that counts its calls is another function each time
     settings: dict[str, Any] = {"dims": (4, 16), "training": "logistic regression"}
     complete = fitted(tmp_path / "complete", task)
-    results = evaluate(complete, logistic.fit, 10, models=12, **settings)
+    results = evaluate(complete, logistic.fit, 10, subsets=12, **settings)
     assert results["lds"]["kfac"]["mean"] > results["lds"]["gradients"]["mean"]
     assert results["lds"]["kfac"]["mean"] > 0.6
     assert results["mislabelled"]["self-influence"] > 0.95
@@ -199,19 +199,19 @@ def test_a_killed_evaluation_goes_on_and_ends_with_the_same_bytes(tmp_path: Path
     run = fitted(tmp_path / "killed", task)
     folder = tmp_path / "killed" / "evaluation"
     with pytest.raises(Killed):
-        evaluate(run, dies, 10, models=12, **settings)
+        evaluate(run, dies, 10, subsets=12, **settings)
     assert len(list((folder / "subsets").iterdir())) == 5
-    assert evaluate(run, dies, 10, models=12, **settings) == results
+    assert evaluate(run, dies, 10, subsets=12, **settings) == results
     assert done == 6 + 7 + 1  # the subsets that were left, and one model with wrong labels
     assert contents(folder) == contents(tmp_path / "complete" / "evaluation")
     assert json.loads((folder / "evaluation.json").read_text()) == results
     with pytest.raises(ValueError, match=r"has another evaluation: seed was .*; give a new"):
-        evaluate(run, dies, 10, models=12, **settings, seed=1)
+        evaluate(run, dies, 10, subsets=12, **settings, seed=1)
 
 
 def test_a_task_without_labels_is_evaluated_without_them(tmp_path: Path) -> None:
     run = fitted(tmp_path, replace(logistic.digits(80), logits=None))
-    results = evaluate(run, logistic.fit, 3, models=3, dims=())
+    results = evaluate(run, logistic.fit, 3, subsets=3, dims=())
     assert results["mislabelled"] is None
     assert results["projected"] == {}
 
@@ -235,7 +235,7 @@ def test_losses_of_several_seeds_are_averaged(tmp_path: Path) -> None:
 
     state = torch.random.get_rng_state()
     batch = task.evaluation.batch(torch.arange(3))
-    both = retrain(tmp_path, task, untrained, subsets(2, 80), [batch], repeats=2)
+    both = retrain(tmp_path, task, untrained, random_subsets(2, 80), [batch], repeats=2)
     assert torch.random.get_rng_state().equal(state)
     assert len(set(seeds)) == 4
     for k in range(2):
@@ -247,9 +247,9 @@ def test_losses_of_several_seeds_are_averaged(tmp_path: Path) -> None:
 def test_losses_of_other_queries_are_refused(tmp_path: Path) -> None:
     task = logistic.digits(80)
     first, second = (task.evaluation.batch(torch.tensor([k])) for k in range(2))
-    retrain(tmp_path, task, logistic.fit, subsets(1, 80), [first])
+    retrain(tmp_path, task, logistic.fit, random_subsets(1, 80), [first])
     with pytest.raises(ValueError, match="queries was"):
-        retrain(tmp_path, task, logistic.fit, subsets(1, 80), [second])
+        retrain(tmp_path, task, logistic.fit, random_subsets(1, 80), [second])
 
 
 def test_a_model_that_diverged_is_told_of(tmp_path: Path) -> None:
@@ -261,7 +261,13 @@ def test_a_model_that_diverged_is_told_of(tmp_path: Path) -> None:
         return model
 
     with pytest.raises(FloatingPointError, match="has a loss of nan on query 0"):
-        retrain(tmp_path, task, diverges, subsets(1, 80), [task.evaluation.batch(torch.arange(2))])
+        retrain(
+            tmp_path,
+            task,
+            diverges,
+            random_subsets(1, 80),
+            [task.evaluation.batch(torch.arange(2))],
+        )
 
 
 def trained_at(rate: float) -> Train:
@@ -279,16 +285,18 @@ def trained_at(rate: float) -> Train:
 def test_models_of_two_trainings_are_not_mixed(tmp_path: Path) -> None:
     task = logistic.digits(80)
     batch = [task.evaluation.batch(torch.arange(3))]
-    retrain(tmp_path / "a", task, trained_at(1.0), subsets(2, 80), batch)
-    again = retrain(tmp_path / "a", task, trained_at(1.0), subsets(3, 80), batch)
+    retrain(tmp_path / "a", task, trained_at(1.0), random_subsets(2, 80), batch)
+    again = retrain(tmp_path / "a", task, trained_at(1.0), random_subsets(3, 80), batch)
     assert len(again) == 3
     shifted = replace(task, train=Examples((task.train.tensors[0] + 1, task.train.tensors[1])))
     for other, train in ((task, trained_at(0.5)), (shifted, trained_at(1.0))):
         with pytest.raises(ValueError, match=r"training was '\w+', is '\w+'; .* or remove .*a"):
-            retrain(tmp_path / "a", other, train, subsets(2, 80), batch)
+            retrain(tmp_path / "a", other, train, random_subsets(2, 80), batch)
     # by its name, whatever the function is
     for rate in (1.0, 0.5):
-        retrain(tmp_path / "b", task, trained_at(rate), subsets(1, 80), batch, training="half")
+        retrain(
+            tmp_path / "b", task, trained_at(rate), random_subsets(1, 80), batch, training="half"
+        )
 
 
 def test_a_training_function_without_a_digest_is_refused(tmp_path: Path) -> None:
@@ -300,4 +308,4 @@ def test_a_training_function_without_a_digest_is_refused(tmp_path: Path) -> None
 
     batch = [task.evaluation.batch(torch.arange(3))]
     with file, pytest.raises(ValueError, match=r"TextIOWrapper has no digest.* give training='a"):
-        retrain(tmp_path, task, train, subsets(1, 80), batch)
+        retrain(tmp_path, task, train, random_subsets(1, 80), batch)

@@ -378,7 +378,7 @@ def test_an_unrolled_run_is_evaluated_with_its_own_batches(tmp_path: Path) -> No
     def unused(*_: Any) -> nn.Module:
         raise AssertionError("an unrolled run retrains itself")
 
-    results = evaluate(unrolled(tmp_path / "run"), unused, 4, models=12, fraction=0.95)
+    results = evaluate(unrolled(tmp_path / "run"), unused, 4, subsets=12, fraction=0.95)
     assert results["same_batches"]
     assert results["lds"].keys() == {"gradients", "ekfac", "unroll"}
     assert results["lds"]["unroll"]["mean"] > 0.9
@@ -389,7 +389,7 @@ def test_unrolled_scores_are_compared_with_ekfac_without_retraining(tmp_path: Pa
         raise AssertionError("nothing is retrained")
 
     a = unrolled(tmp_path / "run")
-    results = evaluate(a, unused, 4, models=0)
+    results = evaluate(a, unused, 4, subsets=0)
     assert results["lds"] == {}
     assert results["agreement"].keys() == {"gradients", "ekfac"}
     other = Attributor(tmp_path / "ekfac", a.subject.model, task=a.task).fit("ekfac")
@@ -399,7 +399,7 @@ def test_unrolled_scores_are_compared_with_ekfac_without_retraining(tmp_path: Pa
     expected = float(spearman(*scores).mean())
     assert results["agreement"]["ekfac"]["mean"] == pytest.approx(expected, abs=1e-5)
     with pytest.raises(ValueError, match="models must be at least 1 for a run that is not"):
-        evaluate(other, unused, 4, models=0)
+        evaluate(other, unused, 4, subsets=0)
 
 
 @pytest.mark.parametrize("name", ["adamw", "soap"])

@@ -260,11 +260,12 @@ def test_a_wrong_option_is_told_which_there_are(inside):
         ("'muon(lr=1)': the run's rule, give lr=1", "'muon(lr=1)': the run's rule, give --lr 1"),
         ("leave it out (layers='!a')", "leave it out (--layers '!a')"),
         ("out 'x' is a file", "--out 'x' is a file"),
+        ("or use long='cut' or long='split'", "or use --long cut or --long split"),
         ("graft='adam' has no option", "graft='adam' has no option"),
     ],
 )
 def test_errors_of_the_library_name_arguments_and_the_command_line_names_options(
     message: str, shown: str
 ) -> None:
-    options = {name: f"--{name}" for name in ("store", "resume", "lr", "layers", "out")}
+    options = {name: f"--{name}" for name in ("store", "resume", "lr", "layers", "out", "long")}
     assert named_options(message, options) == shown

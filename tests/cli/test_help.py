@@ -76,3 +76,11 @@ def test_examples_run_as_printed(called, tmp_path: Path) -> None:
             ran += 1
     assert ran >= 11
     assert (tmp_path / "runs" / "digits" / "report.html").exists()
+
+
+def test_what_to_explain_comes_right_after_the_model_and_its_data(called) -> None:
+    lines = called("attribute", "--help").stdout.splitlines()
+    panels = [line for line in lines if line.endswith(":") and line[0] != " "]
+    first = ["Arguments:", "Model and data:", "Queries:"]
+    assert panels[:3] == first, panels
+    assert set(panels[3:]) > {"With --task:", "With --model:", "Layers:", "Curvature:", "Scores:"}

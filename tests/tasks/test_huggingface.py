@@ -226,7 +226,7 @@ def test_long_documents_are_refused_cut_or_split(folder):
     whole = task_of("gpt2", folder, evaluation=0)
     lengths = whole.train.tensors[1].tolist()
     long = max(range(len(lengths)), key=lengths.__getitem__)
-    message = r"document 'd\d' has \d+ tokens, more than the 9 .* cut or split"
+    message = r"document 'd\d' has \d+ tokens, more than the 9 .* long='cut' or long='split'"
     with pytest.raises(ValueError, match=message):
         task_of("gpt2", folder, context=9)
 
@@ -300,7 +300,9 @@ def test_bad_calls_are_explained(kind, documents, options, message, folder):
 
 def test_a_query_that_is_too_long_or_empty_is_refused(folder):
     task = task_of("gpt2", folder)
-    with pytest.raises(ValueError, match=r"the query has \d+ tokens, more than the 64 .* to cut$"):
+    with pytest.raises(
+        ValueError, match=r"the query has \d+ tokens, more than the 64 .* use long='cut'$"
+    ):
         task.read("stone " * 60)
     with pytest.raises(ValueError, match="two tokens or more, got none"):
         task.read(" ")

@@ -95,12 +95,12 @@ def lds_by_query(scores: Tensor, members: Tensor, losses: Tensor) -> Tensor:
     return spearman(scores.cpu().double() @ members.double().mT, -losses.mT)
 
 
-def subsets(count: int, examples: int, fraction: float = 0.5, seed: int = 0) -> Tensor:
+def random_subsets(count: int, examples: int, fraction: float = 0.5, seed: int = 0) -> Tensor:
     """Random subsets of a fraction of the examples: booleans [count, examples]"""
     size = round(fraction * examples)
     if count < 1 or not 0 < size < examples:
         raise ValueError(
-            "subsets needs a count of at least 1, and a fraction that leaves some of the "
+            "random_subsets needs a count of at least 1, and a fraction that leaves some of the "
             f"{examples} examples in and some out, got {count} and {fraction}"
         )
     members = torch.zeros(count, examples, dtype=torch.bool)
@@ -228,7 +228,7 @@ def evaluate(
     train: Train,
     queries: int = 20,
     *,
-    models: int = 20,
+    subsets: int = 20,
     fraction: float = 0.5,
     dims: Sequence[int] = (16, 32, 64),
     flipped: float = 0.1,
@@ -245,7 +245,7 @@ def evaluate(
             for an unrolled run: its models are trained again with the same seed and the same
             batches, in which examples outside of the subset have weight 0.
         queries: number of evaluation examples to score.
-        models: number of random subsets to retrain on. 0 for an unrolled run, whose scores are
+        subsets: number of random subsets to retrain on. 0 for an unrolled run, whose scores are
             then what gradients and EK-FAC are compared with, at the cost of a few trainings.
         fraction: fraction of the examples in a subset.
         dims: dimensions of stores whose scores are compared with exact ones.
@@ -271,14 +271,14 @@ def evaluate(
         train, dims, flipped = a.exact.retrained, (), 0.0
         run, weights = a.exact.run, a.fingerprints.now().weights
         training = training or hash_of([run.params, run.order, weights])[:16]
-    elif not models:
-        raise ValueError("models must be at least 1 for a run that is not unrolled, got 0")
+    elif not subsets:
+        raise ValueError("subsets must be at least 1 for a run that is not unrolled, got 0")
     size = min(task.batch_size, len(a.data))
     examples = Examples(a.data.batch(range(len(a.data))))
     scored = replace(task, train=examples, ids=a.data.ids, lengths=None, batch_size=size)
     training = training or training_digest(train, scored)
     # scores come first, so that errors show up before the hours of retraining
-    members = subsets(models, len(examples), fraction, seed) if models else None
+    members = random_subsets(subsets, len(examples), fraction, seed) if subsets else None
     batches = [task.held_out.batch(torch.tensor([number])) for number in range(queries)]
     asked = [Query(batch, (Shown(),), "") for batch in batches]
     gradients_only = ExactScorer(a.subject, lambda damping: None)
@@ -309,7 +309,7 @@ def evaluate(
         aucs = _computed_once(folder / "mislabelled.json", settings, find)
     results = {
         **{"format": "isokron evaluation", "version": 5, "fit": stage, "damping": damping},
-        **{"seed": seed, "subsets": models, "fraction": fraction, "flipped": flipped},
+        **{"seed": seed, "subsets": subsets, "fraction": fraction, "flipped": flipped},
         **{"examples": len(examples), "queries": queries, "same_batches": a.is_unrolled},
         **{"lds": lds, "agreement": agreement, "projected": by_dim, "mislabelled": aucs},
     }

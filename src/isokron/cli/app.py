@@ -104,6 +104,9 @@ def main() -> NoReturn:
     # they wait for, by up to fifty times. torch reads this variable once, on import.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    # commands show their own progress; these libraries read the variables once, on import
+    for library in ("HF_HUB", "HF_DATASETS"):
+        os.environ.setdefault(f"{library}_DISABLE_PROGRESS_BARS", "1")
     configure_output()
     # import modules from the current folder, like `python -m`
     if "" not in sys.path:

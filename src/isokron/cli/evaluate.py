@@ -55,7 +55,7 @@ def evaluate(
             raise ValueError(f"--queries must be from 1 to the {most} of evaluation, got {queries}")
         if subsets < 2 and not (a.is_unrolled and subsets == 0):
             raise ValueError(f"--subsets must be at least 2, or 0 if unrolled, got {subsets}")
-        settings: dict[str, Any] = {"models": subsets, "flipped": flipped, "seed": seed}
+        settings: dict[str, Any] = {"subsets": subsets, "flipped": flipped, "seed": seed}
         settings["fraction"] = fraction
         with work():
             results = evaluate_scores(a, source.trained_on, queries, progress=progress, **settings)

@@ -16,6 +16,8 @@ from typer.core import TyperCommand, TyperGroup
 
 INDENT = 30  # most columns of names
 WIDEST = 100  # columns of a line
+# panels that come before others: what to explain stands next to the model and its data
+FIRST = ("Arguments", "Options", "Model and data", "Queries")
 EXAMPLES = "\n\nExamples:\n"  # begins the last part of a command's docstring
 NO_BREAK = "\xa0"  # a space at which no line ends
 METAVARS = {int: "N", float: "X", str: "TEXT", Path: "PATH", bool: ""}
@@ -55,7 +57,7 @@ def help_text(command: Any, ctx: Any) -> str:
     lines = [f"{heading('Usage:')} {command.get_usage(ctx).partition(' ')[2]}", ""]
     for paragraph in description.split("\n\n"):
         lines += [*textwrap.wrap(paragraph, width), ""]
-    panels: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+    panels: dict[str, list[tuple[str, str]]] = {panel: [] for panel in FIRST}
     for name in command.list_commands(ctx) if isinstance(command, TyperGroup) else ():
         subcommand = command.commands[name]
         first = inspect.cleandoc(subcommand.help).split("\n\n")[0]
@@ -67,10 +69,11 @@ def help_text(command: Any, ctx: Any) -> str:
             panels.setdefault("Arguments", []).append((param.metavar, param.help))
         else:
             panels.setdefault(panel or "Options", []).append(option_help(param))
-    # the last panel, since every command has --help
     if isinstance(command, TyperGroup):
         panels["Options"] = panels.pop("Options")
-    panels[next(reversed(panels))].append(option_help(help_option))
+    # the last panel with options, since every command has --help
+    *_, last = ["Options", *(name for name in panels if panels[name] and name != "Arguments")]
+    panels[last].append(option_help(help_option))
     indent = min(INDENT, 4 + max(len(name) for rows in panels.values() for name, _ in rows))
     for panel, rows in panels.items():
         if rows:

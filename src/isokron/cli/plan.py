@@ -1,4 +1,4 @@
-"""`isokron plan`: memory, traffic and refresh time of optimizers on many ranks."""
+"""`isokron plan`: memory, traffic and computation of optimizers on many ranks."""
 
 import json
 from collections.abc import Mapping
@@ -40,9 +40,10 @@ HELD = {
 NOTES = (
     "state: bytes that the optimizer keeps, mean and worst over ranks; of AdamW: the worst as a "
     "share of the first line. sent: bytes that a rank sends in a step, besides the reduction of "
-    "gradients; ? is unknown. refresh: time of new operators (Muon: of polar factors), averaged "
-    "over the steps between refreshes: mean work of a rank, and how long a step takes for them, in "
-    "which ranks wait for each other. owners: ranks that own blocks; the others wait."
+    "gradients; ? is unknown. compute: time per step for decompositions, roots or polar factors, "
+    "mean over ranks; what is computed every few steps is divided by them. delay: how much longer "
+    "a step takes for them, in which ranks wait for each other. owners: ranks that own blocks; the "
+    "others wait."
 )
 
 
@@ -60,7 +61,7 @@ def plan(
     eigh_flops: Annotated[float | None, typer.Option(help=EIGH)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
 ) -> None:
-    """Show memory, traffic and refresh time of optimizers on many ranks.
+    """Show memory, traffic and computation of optimizers, on one rank or many.
 
     Nothing is trained and no weights are in memory: the blocks, their owners and their state are
     those that the optimizers would have.
@@ -101,7 +102,7 @@ def show(planned: Mapping[str, Any]) -> None:
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
     table.add_column("optimizer", no_wrap=True)
-    for name in ("state", "worst", "of AdamW", "sent", "worst", "refresh", "a step", "owners"):
+    for name in ("state", "worst", "of AdamW", "sent", "worst", "compute", "delay", "owners"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in planned["optimizers"]:
         table.add_row(
@@ -109,7 +110,7 @@ def show(planned: Mapping[str, Any]) -> None:
             *(in_units(row[key], BYTES) for key in ("state_mean", "state_worst")),
             f"{100 * row['of_adamw']:.3g} %",
             *(in_units(row[key], BYTES) for key in ("sent_mean", "sent_worst")),
-            *(in_units(row[key], SECONDS) for key in ("refresh_mean", "refresh_step")),
+            *(in_units(row[key], SECONDS) for key in ("compute", "delay")),
             f"{row['owners']:,}" if row["owners"] else printable("–"),
         )
     console, rates = output(WIDTH, log=WIDTH), [planned["product_flops"], planned["eigh_flops"]]

@@ -116,11 +116,11 @@ def named_options(message: str, options: Mapping[str, str]) -> str:
         if name == match[1]:
             return match[0]
         switch = {"=True": name, "=False": name.replace("--", "--no-", 1)}
-        return switch.get(match[2], name + match[2].replace("=", " "))
+        return switch.get(match[2], name + match[2].replace("=", " ").replace("'", ""))
 
     leading = re.sub(r"^(\w+)()(?=[ :])", option, message)
     quoted = r"(?<!\w)'[^']*'"
-    return re.sub(rf"{quoted}|\b(\w+)(=True\b|=False\b|=(?=[\w.+'-]))", option, leading)
+    return re.sub(rf"{quoted}|\b(\w+)(=True\b|=False\b|='\w+'|=(?=[\w.+'-]))", option, leading)
 
 
 def _place(error: Exception) -> str:

@@ -28,6 +28,7 @@ def option(default: Any, help: str, **more: Any) -> Any:
     return field(default=default, metadata={"help": help, **more})
 
 
+TRAINED = {"rich_help_panel": "With --task"}
 PRETRAINED = {"rich_help_panel": "With --model"}
 LAYERS = {"rich_help_panel": "Layers"}
 
@@ -64,12 +65,15 @@ class Source:
         "error", "How to treat longer documents.", **PRETRAINED
     )
     weights: str | None = option(
-        None, "Safetensors file with the trained weights of a task's model.", metavar="FILE"
+        None, "Safetensors file with the model's trained weights.", metavar="FILE", **TRAINED
     )
     steps: int | None = option(
-        None, "Train a task's model for N steps of AdamW. Default: 300, 0 with --weights.", min=0
+        None,
+        "Train the model for N steps of AdamW. Default: 300, 0 with --weights.",
+        min=0,
+        **TRAINED,
     )
-    lr: float = option(3e-3, "Learning rate for --steps.", min=0)
+    lr: float = option(3e-3, "Learning rate for --steps.", min=0, **TRAINED)
     seed: int = option(0, "Random seed.")
     examples: int | None = option(None, "Use only N training examples, evenly spaced.", min=1)
     on_bad: Literal["raise", "skip"] = option(
@@ -143,10 +147,6 @@ class Source:
         else:
             settings["chat"] = self.chat
             task = language_model(self.model, documents, dtype=self.dtype, **settings)
-        from transformers.utils import logging
-
-        # commands show their own progress
-        logging.disable_progress_bar()
         return task
 
     def load_model(self, task: Task, folder: Path, progress: Progress) -> nn.Module:
@@ -243,7 +243,11 @@ class Resources(Machine):
     """Options of commands that use H⁻¹."""
 
     damping: float | None = option(
-        None, "Damping, as a multiple of each layer's mean eigenvalue. Default: 0.1.", min=0
+        None,
+        "Damping, as a multiple of each layer's mean eigenvalue; larger is closer to plain "
+        "similarity of gradients. Default: 0.1.",
+        min=0,
+        rich_help_panel="Curvature",
     )
 
 
@@ -282,6 +286,8 @@ def open_run(
         raise ValueError(f"--device {device!r} cannot be used: {error}") from None
     if is_new and process.leads():
         check_writable(folder)  # before anything is loaded or trained
+    if source.model is not None:  # from a hub this takes minutes
+        progress(f"loading {source.model}", 0, 0)
     task = source.load_task()
     most = len(task.train)
     if source.examples is not None and source.examples > most:

@@ -261,10 +261,12 @@ class Pretrained:
         if self.long == "split" and document.id:
             # examples overlap by one token, so that each token is predicted once
             return range(0, length - 1, self.context - 1)
-        remedy = "cut" if self.classes or not document.id else "cut or split"
+        remedy = "long='cut'"
+        if document.id and not self.classes:
+            remedy += " or long='split'"
         raise ValueError(
             f"{_name(document)} has {length} tokens, more than the {self.context} of the model's "
-            f"context; shorten it, or set long to {remedy}"
+            f"context; shorten it, or use {remedy}"
         )
 
     def _class(self, document: Document) -> int:
