@@ -32,7 +32,8 @@ with SummaryWriter("runs/statistics") as writer:
             continue
         print(f"step {step:3d}  loss {loss.item():.3f}")
         writer.add_scalar("loss", loss.item(), step)
-        for number, statistics in enumerate(optimizer.statistics()):
-            for name, value in statistics.items():
+        for statistics in optimizer.statistics():
+            group = statistics.pop("name")
+            for key, value in statistics.items():
                 if value is not None:  # not known of this optimizer
-                    writer.add_scalar(f"optimizer/group {number}/{name}", value, step)
+                    writer.add_scalar(f"optimizer/{group}/{key}", value, step)

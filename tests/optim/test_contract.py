@@ -364,6 +364,15 @@ def test_a_step_without_any_gradient_changes_nothing(case: Case) -> None:
     assert equal(model, net())
 
 
+@every_case
+def test_torchs_switches_of_implementation_are_taken_and_change_nothing(case: Case) -> None:
+    models = net(), net()
+    for model, switches in zip(models, ({}, {"fused": True, "foreach": False}), strict=True):
+        group = {**case.settings, "params": list(model.parameters())}
+        train(model, case.optimizer([group], **switches), range(3))
+    assert equal(*models)
+
+
 COMPILED = [(case, "inductor") for case in CASES if case.compiles]
 COMPILED += [(case, "aot_eager") for case in CASES if case.name == "soap"]  # a graph is enough
 

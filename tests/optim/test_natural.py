@@ -523,6 +523,12 @@ def test_embeddings_norms_and_attention_are_preconditioned_when_named() -> None:
     assert nn.functional.linear is plain
 
 
+def test_torchs_switches_are_taken_and_statistics_name_both_groups() -> None:
+    optimizer = isokron.NaturalGradient(net(), lr=0.1, adamw_lr=0.2, fused=True, foreach=False)
+    numbers = optimizer.statistics()
+    assert [(s["name"], s["lr"]) for s in numbers] == [("layers", 0.1), ("adamw", 0.2)]
+
+
 def test_a_model_without_layers_for_it_is_refused() -> None:
     with pytest.raises(ValueError, match="no layer to precondition in Embedding"):
         isokron.NaturalGradient(nn.Embedding(4, 2))

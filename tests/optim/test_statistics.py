@@ -48,6 +48,8 @@ def test_statistics_are_finite_plain_numbers_of_every_group(case: Case) -> None:
     statistics = optimizer.statistics()
     assert json.loads(json.dumps(statistics, allow_nan=False)) == statistics
     assert len(statistics) == len(optimizer.param_groups)
+    assert [group["lr"] for group in statistics] == [g["lr"] for g in optimizer.param_groups]
+    assert len({group["name"] for group in statistics}) == len(statistics)
     for group in statistics:
         assert group["update_rms"] > 0
         assert group["adam_cosine"] is None or -1 <= group["adam_cosine"] <= 1 + 1e-12

@@ -36,11 +36,10 @@ class AdamW(Preconditioned):
             takes about as long as reading the gradients.
         state_dtype: None keeps moments in the parameter's dtype, as torch does; torch.float32
             gives parameters in half precision float32 moments.
-        fused: accepted and ignored; the results are those of fused=True.
-        foreach: accepted and ignored.
         capturable: must be False.
         differentiable: must be False.
-        settings: other settings of parameter groups, such as `decay`; see docs/engine.md.
+        settings: other settings of parameter groups, such as `decay`; see docs/engine.md. `fused`
+            and `foreach` are taken and ignored; the results are those of fused=True.
     """
 
     _buckets: GradientBuckets | None = None
@@ -58,8 +57,6 @@ class AdamW(Preconditioned):
         flat: bool = False,
         nonfinite: Literal["raise", "skip", "ignore"] = "ignore",
         state_dtype: torch.dtype | None = None,
-        fused: bool | None = None,
-        foreach: bool | None = None,
         capturable: bool = False,
         differentiable: bool = False,
         **settings: Any,

@@ -42,7 +42,7 @@ from isokron.optim.natural_checks import (
     compare_ranks,
     find_problem,
 )
-from isokron.optim.settings import learning_rate, plain
+from isokron.optim.settings import learning_rate, plain, without_switches
 from isokron.optim.statistics import MOST_CONDITION, Statistics, summary
 from isokron.optim.wrapped_models import unwrapped
 
@@ -87,6 +87,7 @@ class NaturalGradient(torch.optim.Optimizer):
 
     step_error = ""
 
+    @without_switches
     def __init__(
         self,
         model: nn.Module,
@@ -471,8 +472,11 @@ class NaturalGradient(torch.optim.Optimizer):
         if self._update is None:
             self._update = torch.zeros((), device="cpu"), 0
         counts = (elements, elements, refreshes + self.failed_refreshes, self.failed_refreshes)
-        layers = summary(group, True, (float(square), 0, 0, 0, *counts, size), conditions)
-        return [layers, *(self._adamw.statistics() if self._adamw is not None else [])]
+        layers = summary(0, group, True, (float(square), 0, 0, 0, *counts, size), conditions)
+        groups = [layers, *(self._adamw.statistics() if self._adamw is not None else [])]
+        return [
+            {**numbers, "name": n} for n, numbers in zip(("layers", "adamw"), groups, strict=False)
+        ]
 
     def _show(self) -> None:
         """Put the states of layers and of AdamW into `self.state`.

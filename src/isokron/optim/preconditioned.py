@@ -64,6 +64,7 @@ from isokron.optim.settings import (
     note_peak_,
     refresh_delay,
     require,
+    without_switches,
 )
 from isokron.optim.spectral import spectral_direction
 from isokron.optim.statistics import Recorder, Statistics, statistics
@@ -85,7 +86,8 @@ class Preconditioned(torch.optim.Optimizer):
         params: parameters, named parameters or groups; `isokron.param_groups(model)` makes groups.
         lr: learning rate.
         traits: how the engine treats the method.
-        **settings: defaults of the groups, see docs/engine.md.
+        **settings: defaults of the groups, see docs/engine.md. torch's `fused` and `foreach` are
+            taken by all optimizers, and ignored.
     """
 
     # the name in checkpoints, of a subclass whose state is that of another class
@@ -95,6 +97,7 @@ class Preconditioned(torch.optim.Optimizer):
     _consolidated: dict[int, Any] | None = None
     step_error = ""
 
+    @without_switches
     def __init__(
         self, params: Params, lr: float | Tensor, traits: Traits | None = None, **settings: Any
     ) -> None:
@@ -452,7 +455,7 @@ class Preconditioned(torch.optim.Optimizer):
 
     @torch.no_grad()
     def statistics(self) -> list[Statistics]:
-        """Numbers that show whether the optimizer is healthy, one dict of plain numbers per group.
+        """Numbers that show whether the optimizer is healthy, one dict per group.
 
         The first call turns on recording: what is known of steps only is None until the next one.
         Where ranks share parameters all must call it, and all get the numbers of one process.
@@ -460,6 +463,8 @@ class Preconditioned(torch.optim.Optimizer):
 
         Returns:
             Per parameter group:
+                name: of the group; without one, its number.
+                lr: the group's learning rate.
                 update_rms: root mean square of P in W ← W − lr·(P + λW), in the last step.
                 adam_cosine: cosine between P and Adam's direction M̂ ⊘ (√V̂ + ε), over the blocks
                     of the method; 1 where AdamW steps all; None if the method keeps no V.

@@ -137,6 +137,8 @@ NOT_SETTINGS = {
     "beta3": "isokron has none",
 }
 
+SWITCHES = ("fused", "foreach")  # of torch's optimizers; no number depends on them
+
 # Keys of groups: the shared settings, and those that optimizers add when their class is defined.
 GROUP_KEYS = set(SHARED) - {"mode"} | {"lr"}
 
@@ -224,6 +226,19 @@ def param_name(group: Mapping[str, Any], i: int) -> str:
 # Names of settings.
 
 
+def without_switches(init: Callable[P, None]) -> Callable[P, None]:
+    """Decorate a constructor: `fused` and `foreach` of torch's optimizers are taken, and ignored.
+
+    They choose among implementations of one step, and there is one implementation here.
+    """
+
+    @functools.wraps(init)
+    def called(*args: P.args, **keywords: P.kwargs) -> None:
+        init(*args, **{k: v for k, v in keywords.items() if k not in SWITCHES})  # type: ignore[arg-type]
+
+    return called
+
+
 def checked_keywords(
     group_settings: Mapping[str, Any] | None = None,
 ) -> Callable[[Callable[P, None]], Callable[P, None]]:
@@ -241,9 +256,9 @@ def checked_keywords(
         @functools.wraps(init)
         def checked(*args: P.args, **keywords: P.kwargs) -> None:
             for name in keywords:
-                if name not in takes and name != "params":
+                if name not in (*takes, *SWITCHES, "params"):
                     raise TypeError(unknown_keyword(type(args[0]).__name__, name, takes, valid))
-            init(*args, **keywords)
+            without_switches(init)(*args, **keywords)
 
         checked.group_settings = only_groups  # type: ignore[attr-defined]
         return checked

@@ -23,7 +23,7 @@ from isokron.optim.moments import sides_of
 from isokron.optim.quantization import dequantize
 
 Group = Mapping[str, Any]
-Statistics = dict[str, float | int | None]
+Statistics = dict[str, Any]  # plain numbers or None, and the name of the group
 
 # To read AdamW's moments once more takes a third of its step, which is bound by memory. Of a longer
 # list about so many elements are sampled, in evenly spaced chunks; Adam's steps are much alike.
@@ -153,21 +153,23 @@ def statistics(
             totals[i] = [x + y for x, y in zip(totals[i], row.tolist(), strict=False)]
             all_conditions[i] += [x for x in row[9:].tolist() if x]
     return [
-        summary(group, i < len(layouts) and bool(layouts[i].waves), totals[i], all_conditions[i])
+        summary(i, group, i < len(layouts) and bool(layouts[i].waves), totals[i], all_conditions[i])
         for i, group in enumerate(groups)
     ]
 
 
 def summary(
-    group: Group, has_blocks: bool, totals: Sequence[float], conditions: Sequence[float]
+    i: int, group: Group, has_blocks: bool, totals: Sequence[float], conditions: Sequence[float]
 ) -> Statistics:
-    """The statistics of a group from its sums and counts, see `GroupPart`."""
+    """The statistics of the i-th group from its sums and counts, see `GroupPart`."""
     squares, paired, products, adam, elements, in_blocks, refreshes, failures, size = totals
     known = elements > 0 and (in_blocks > 0 or not has_blocks)
     cosine = products / sqrt(paired * adam) if paired * adam > 0 else None
     if known and not has_blocks and not group.get("amsgrad"):
         cosine = 1.0  # AdamW steps all of the group
     return {
+        "name": group.get("name", str(i)),
+        "lr": float(group["lr"]),
         "update_rms": sqrt(squares / elements) if known else None,
         "adam_cosine": cosine,
         "condition_max": max(conditions, default=None),
