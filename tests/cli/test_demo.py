@@ -23,7 +23,10 @@ def test_demo_shows_text_and_ends_with_the_page_and_may_be_repeated(short, calle
         pages = [line.removeprefix("Page: ") for line in lines if line.startswith("Page: ")]
         names = ["index.html", "attribution/report.html"]
         assert pages == [str((tmp_path / "demo" / name).resolve()) for name in names]
-        assert all(Path(page).is_file() for page in pages)
+        for page, other in zip(pages, ("attribution/report.html", "../index.html"), strict=True):
+            assert Path(page).read_text().count(f'<a href="{other}">') == 1
+            assert (Path(page).parent / other).is_file()
+        assert lines[-1].startswith("  isokron attribute ")
         assert any(
             line.startswith("Fellow-Citizens of the Senate and House of Representatives: ")
             for line in lines

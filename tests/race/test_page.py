@@ -99,6 +99,11 @@ def test_labels_of_equal_curves_do_not_overlap():
     assert places[-1] < 330
 
 
+def test_diverged_runs_are_a_section_only_if_there_are_any(result, make_run):
+    assert "Diverged and failed runs" in page(result)
+    assert "Diverged and failed runs" not in page(result_of([make_run()]))
+
+
 def test_an_empty_race_still_draws(make_run):
     result = result_of([make_run(status="diverged", eval_steps=[], eval_losses=[])], complete=False)
     html = page(result)

@@ -99,7 +99,7 @@ def test_query_pane_shows_loss_what_the_model_said_and_the_check_by_training(tmp
     html = page_of(tmp_path / "run", record())
     said = words_of(html)
     assert "12.0 nats over 5 tokens, 2.40 each" in said
-    assert "The model would have said We have the truth" in said
+    assert "Likeliest token at each position We have the truth" in said
     assert "written by the model itself" in said
     assert "One gradient step of the same length, from the same weights, changed this" in said
     assert "top proponents −0.800 nats random examples −0.0500 nats" in said
@@ -112,7 +112,7 @@ def test_query_pane_shows_loss_what_the_model_said_and_the_check_by_training(tmp
 def test_what_a_run_did_not_measure_is_not_on_its_page(tmp_path):
     bare = text_answer(said=None, generated=False, verify=None, token_losses=[], loss=None)
     said = words_of(page_of(tmp_path / "run", record(answers=[bare])))
-    for phrase in ("Loss", "would have said", "written by the model", "real training", "bar below"):
+    for phrase in ("Loss", "Likeliest token", "written by the model", "real training", "bar below"):
         assert phrase not in said
 
 

@@ -9,6 +9,7 @@ from isokron.cli.attribution import Asked, RunCurvature, Scoring, StoreRows, att
 from isokron.cli.encoding import echo
 from isokron.cli.race import race
 from isokron.cli.source import Resources, Source
+from isokron.report.render import add_link_
 
 TASK = "speeches-tiny"
 STEPS = 150
@@ -17,6 +18,17 @@ RATES = {"adamw": "1e-3,3e-3,1e-2", "muon": "1e-2,3e-2,1e-1", "soap": "1e-2,3e-2
 # training examples and steps of the explained model, and a query
 EXAMPLES, LEARNED = 2000, 600
 TEXT = "Fellow-Citizens of the Senate and House of Representatives"
+# links between the two pages
+ANSWERS = "Which training examples make such a model say what it says?"
+RACE = "The race of optimizers on the same text"
+END = """
+The race:    {}
+The answers: {}
+
+Next, on your own model and data:
+  isokron plan --model FOLDER --ranks 1
+  isokron race --task file.py:function --optimizers adamw,soap,muon
+  isokron attribute runs/mine --model FOLDER --data train.jsonl --prompt 'Who was'"""
 
 
 def demo(
@@ -35,8 +47,12 @@ def demo(
     echo("A byte-level language model learns from presidents' speeches.", err=True)
     rates = [f"{name}={values}" for name, values in RATES.items()]
     race(TASK, ",".join(RATES), rates, STEPS, seeds=1, out=out, resume=True)
-    echo("Which training examples make such a model say what it says?", err=True)
+    echo(ANSWERS, err=True)
     source = Source(task=TASK, steps=LEARNED, lr=1e-2, examples=EXAMPLES)
     asked = Asked(query=[TEXT, "eval:0"])
     groups = (source, RunCurvature(), StoreRows(), asked, Scoring(), Resources())
     attribute(out / "attribution", *groups)
+    pages = (out / "index.html").resolve(), (out / "attribution" / "report.html").resolve()
+    add_link_(pages[0], ANSWERS, "attribution/report.html")
+    add_link_(pages[1], RACE, "../index.html")
+    echo(END.format(*pages))

@@ -6,8 +6,11 @@ import math
 import unicodedata
 from collections.abc import Mapping, Sequence
 from functools import cache
+from html import escape
 from pathlib import Path
 from typing import Any
+
+from isokron.files import write_atomically
 
 FOLDER = Path(__file__).parent
 MISSING = "–"  # for numbers that are missing or not finite
@@ -47,6 +50,14 @@ def source(name: str) -> str:
 def render(template: str, **context: Any) -> str:
     """A page from a template and its variables, with all styles and scripts inside."""
     return str(environment().get_template(template).render(**context))
+
+
+def add_link_(page: Path, text: str, target: str) -> None:
+    """Link a written page to another one, at its top; it may have the link already."""
+    head, main, body = page.read_text(encoding="utf-8").partition("<main>\n")
+    link = f'<p class="pages"><a href="{escape(target)}">{escape(text)}</a></p>\n'
+    if not body.startswith(link):
+        write_atomically(page, [(head + main + link + body).encode()])
 
 
 def words(value: Any) -> str:
