@@ -341,6 +341,9 @@ def test_data_that_cannot_be_read_by_number_are_refused(tmp_path: Path) -> None:
     loss = isokron.losses.CrossEntropy()
     with pytest.raises(ValueError, match="readable by index"):
         Attributor(tmp_path, network(), iter([1, 2]), loss=loss)
+    table = pytest.importorskip("pandas").DataFrame({"x": [0.5, 1.5], "label": [0, 1]})
+    with pytest.raises(ValueError, match=r"a DataFrame of 'x', 'label'; .*df.to_dict\('records'\)"):
+        Attributor(tmp_path, network(), table, loss=loss)
     with pytest.raises(ValueError, match="at least one example"):
         Attributor(tmp_path, network(), [], loss=loss)
     with pytest.raises(ValueError, match="ids must be 12 different names"):

@@ -7,6 +7,7 @@ import sys
 import warnings
 from typing import Any
 
+import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -193,6 +194,8 @@ def test_wrappers_of_optax_get_what_they_expect(kind: str, tmp_path: Any) -> Non
         checkpointer.wait_until_finished()
         restored = checkpointer.restore(tmp_path / "state", jax.eval_shape(optimizer.init, shapes))
     same(restored, state)
+    written = flax.serialization.to_bytes(state)  # msgpack
+    same(flax.serialization.from_bytes(optimizer.init(tree()), written), state)
     same(update(tree(9), restored, tree())[0], update(tree(9), state, tree())[0])
 
 
@@ -579,6 +582,7 @@ def test_jax_needs_no_torch_and_the_package_no_jax() -> None:
 def test_bases_of_several_shapes_are_followed_at_the_same_time_without_a_deadlock() -> None:
     """Two batched QR decompositions at a time block the two threads of a pool (jaxlib 0.10.2)."""
     code = """
+import flax.serialization
 import jax
 from isokron.jax.linalg import follow
 

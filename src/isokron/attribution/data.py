@@ -56,11 +56,12 @@ class Data:
             collate = collate or source.collate_fn
             batch_size = batch_size or source.batch_size
             source = source.dataset
-        if isinstance(source, Mapping):
+        # a dict of data sets, or a table of pandas, whose index is its columns
+        if isinstance(source, Mapping) or hasattr(source, "iloc"):
             raise ValueError(
                 f"train_set must be readable by index, got a {type(source).__name__} of "
                 f"{', '.join(map(repr, list(source)[:6]))}; give one of its data sets, or a list "
-                "of examples"
+                "of examples, as df.to_dict('records') of a DataFrame"
             )
         indexed = hasattr(source, "__getitem__") and not isinstance(source, IterableDataset)
         if not indexed and not isinstance(source, Examples):
