@@ -35,9 +35,9 @@ from isokron.attribution import Attributor, Query
 from isokron.attribution.evaluate import (
     lds_by_query,
     mislabel_auc,
+    random_subsets,
     retrain,
     spearman,
-    subsets,
     with_flipped_labels,
 )
 from isokron.attribution.score import exact_scores, query_gradients
@@ -160,7 +160,7 @@ def logistic(data: str, count: int, asked: int) -> None:
     )
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        halves = subsets(count, len(everything))
+        halves = random_subsets(count, len(everything))
         losses = retrain(Path(folder), task, minimum, halves, [batch])
     print(f"  retrained in {time.perf_counter() - start:.0f} s")
     show = partial(_show, halves, losses)

@@ -134,4 +134,7 @@ def test_page_renders_in_a_browser_without_scrolling_sideways(result, tmp_path, 
     browser = opened(page(result), tmp_path, width)
     assert browser.value("document.querySelectorAll('svg').length") == 3
     assert browser.value("document.title") == "Optimizers on toy"
+    # the shadow at the right edge of a table that scrolls
+    style = "getComputedStyle(document.querySelector('.scroll'))"
+    assert browser.value(f"{style}.backgroundAttachment") == "local, scroll"
     browser.close()
