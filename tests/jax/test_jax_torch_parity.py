@@ -73,6 +73,7 @@ OPTIONS: list[tuple[str, list[str], dict[str, Any]]] = [
     ("katie", ["order3", "wide"], {**CUT, "polar": True}),
     ("katie", ["order3", "convolution"], {**CUT, "order": None}),
     ("muon", ["cut"], {"scale": "original", "coefficients": "cans", "nesterov": False}),
+    ("muon", ["cut", "convolution"], {"scale": None}),
     ("muon", ["cut"], {"graft": "adam", "steps": 3, "split": (8, 15)}),
     ("muon", ["order3", "vector"], {"momentum": 0.0, "nesterov": False, "betas": (0.8, 0.9)}),
 ]

@@ -53,6 +53,26 @@ def test_a_grafted_polar_factor_has_the_length_of_adam() -> None:
     torch.testing.assert_close(weight.detach().norm(), torch.tensor(16.0), rtol=1e-4, atol=0)
 
 
+@pytest.mark.parametrize("shape", [(4, 10), (10, 4)])
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        (isokron.Muon, {}),
+        (isokron.Shampoo, {"route": "spectral", "momentum": 0.0, "graft": None}),
+        (isokron.Shampoo, {"polar": True, "graft": None, "start": 9}),
+    ],
+)
+def test_without_a_scale_the_update_is_the_polar_factor_itself(
+    method: Any, settings: dict[str, Any], shape: tuple[int, int]
+) -> None:
+    weight = nn.Parameter(torch.zeros(shape, dtype=torch.float64))
+    weight.grad = torch.randn(shape).double()
+    group = {"params": [weight], "scale": None, **settings}
+    method([group], lr=1.0, weight_decay=0.0).step()
+    expected = -naive_polar(weight.grad) / (0.2 * math.sqrt(max(shape)))
+    torch.testing.assert_close(weight.detach(), expected, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize(
     ("method", "settings", "message"),
     [

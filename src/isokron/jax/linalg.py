@@ -241,7 +241,7 @@ def newton_schulz(
 
 def spectral_direction(
     blocks: jax.Array,
-    scale: str = "match_rms_adamw",
+    scale: str | None = "match_rms_adamw",
     steps: int = 5,
     coefficients: Choice | None = "classic",
     dtype: Any = None,
@@ -249,13 +249,15 @@ def spectral_direction(
     """scale · polar(M). [B, m, ...], with all dimensions after m as columns
 
     "match_rms_adamw" is 0.2√max(m, n), at which an update's RMS is about AdamW's; "original" is
-    √max(1, m/n).
+    √max(1, m/n), None is 1.
     """
     matrices = blocks.reshape(*blocks.shape[:2], -1)
     rows, cols = matrices.shape[1:]
-    original = scale == "original"
-    factor = math.sqrt(max(1, rows / cols)) if original else 0.2 * math.sqrt(max(rows, cols))
-    polar = newton_schulz(matrices, steps, coefficients, dtype) * factor
+    polar = newton_schulz(matrices, steps, coefficients, dtype)
+    if scale == "original":
+        polar *= math.sqrt(max(1, rows / cols))
+    elif scale is not None:
+        polar *= 0.2 * math.sqrt(max(rows, cols))
     return polar.reshape(blocks.shape)
 
 

@@ -16,7 +16,7 @@ def scale_by_muon(
     *,
     momentum: float = 0.95,
     nesterov: bool = True,
-    scale: str = "match_rms_adamw",
+    scale: str | None = "match_rms_adamw",
     steps: int | Static = Static(5),
     coefficients: Choice | None = "classic",
     dtype: Any = None,
@@ -31,7 +31,7 @@ def scale_by_muon(
         momentum: rate of the first moment M.
         nesterov: whether M looks one step ahead.
         scale: "match_rms_adamw" is 0.2√max(m, n), after which learning rates of AdamW fit;
-            "original" is √max(1, m/n).
+            "original" is √max(1, m/n), None is 1.
         steps: Newton–Schulz iterations.
         coefficients: of their polynomials, see newton_schulz.
         dtype: of the iteration, see newton_schulz.

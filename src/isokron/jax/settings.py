@@ -133,7 +133,7 @@ RULES: dict[str, dict[str, Rule]] = {
         "form": choice("sequential", "symmetric"),
         "statistic": choice("correlation", "raw"),
     },
-    "Muon": {"scale": choice("match_rms_adamw", "original"), "dtype": FLOATING},
+    "Muon": {"scale": choice("match_rms_adamw", "original", None), "dtype": FLOATING},
     "Quad": WHITE_KRON_RULES,
     "Skew": WHITE_KRON_RULES,
 }

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from isokron.optim.spectral import spectral_scale
 from isokron.optim.wrapped_models import named_parameters
 
 if TYPE_CHECKING:
@@ -95,6 +96,6 @@ def update_norm(rows: int, cols: int, group: Mapping[str, Any], traits: "Traits"
     if not traits.takes(group["params"][0], group):
         return sqrt(rows * cols)
     if group["route"] == "spectral":
-        return sqrt(max(rows, cols))
+        return spectral_scale(rows, cols, group["scale"])
     blocks = traits.cut((rows, cols), {**group, "stacked": 0, "split": None})
     return sqrt(sum(traits.norm(block.shape, group) ** 2 for block in blocks))

@@ -12,12 +12,11 @@ from isokron.optim.settings import (
     Average,
     Graft,
     Nonfinite,
-    check_choices,
     checked_keywords,
     keywords_of,
     require,
 )
-from isokron.optim.spectral import SCALES, spectral_direction, spectral_scale
+from isokron.optim.spectral import spectral_direction, spectral_scale
 from isokron.polynomials import Choice, schedule
 
 
@@ -33,7 +32,7 @@ class Muon(Preconditioned):
         nesterov: Take (1−β)G + βM in place of M.
         weight_decay: λ.
         scale: "match_rms_adamw" is 0.2√max(m, n), with which one learning rate suits the matrices
-            and AdamW's part; "original" is √max(1, m/n).
+            and AdamW's part; "original" is √max(1, m/n), None is 1.
         steps: Newton-Schulz iterations.
         coefficients: Of the iteration; see isokron.linalg.newton_schulz.
         dtype: Of the iteration; None: bfloat16 on accelerators, float32 on CPU.
@@ -53,7 +52,7 @@ class Muon(Preconditioned):
         momentum: float = 0.95,
         nesterov: bool = True,
         weight_decay: float = 0.1,
-        scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw",
+        scale: Literal["match_rms_adamw", "original"] | None = "match_rms_adamw",
         steps: int = 5,
         coefficients: Choice | None = "classic",
         dtype: torch.dtype | None = None,
@@ -91,7 +90,6 @@ def muon_norm(shape: Sequence[int], group: Mapping[str, Any]) -> float:
 
 
 def check_muon(group: Mapping[str, Any]) -> None:
-    check_choices("Muon", group, {"scale": SCALES})
     rule = "False for a method of matrices; vectors go to AdamW"
     require(not group["vectors"], "Muon", group, "vectors", rule)
     schedule(group["coefficients"], group["steps"])

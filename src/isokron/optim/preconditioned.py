@@ -284,13 +284,13 @@ class Preconditioned(torch.optim.Optimizer):
             count = counted(state, group) if self.traits.debias or group["graft"] else None
             moment = first_moment_(state["momentum"], grad, beta, ratio, count)
         if spectral:
-            direction = spectral_direction(moment)
+            direction = spectral_direction(moment, group["scale"])
         else:
             if step.batch.refreshes:
                 self._refresher.run(self, step.batch, step.rows, state, group)
             direction = self.direction(grad if kept else moment, state, group)
             if group["polar"]:
-                direction = spectral_direction(direction)
+                direction = spectral_direction(direction, group["scale"])
         simple: Tensor | None = None
         if group["graft"]:
             if kept is not None and "momentum" not in state:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from isokron.block_layout import split_sizes
 from isokron.distributed import is_flat_shard, is_sharded, sharded_mesh_dims
+from isokron.optim.spectral import SCALES
 
 P = ParamSpec("P")
 
@@ -50,6 +51,8 @@ SHARED: dict[str, Any] = {
     # True: divide means that start at zero by 1 − βᵗ; AdamW always does
     "use_bias_correction": True,
     "polar": False,  # True: replace the direction of each block by its polar factor, as in Muon
+    # of polar factors [m, n]: 0.2√max(m, n); "original" is √max(1, m/n), None is 1
+    "scale": "match_rms_adamw",
     "graft": None,  # take the step length of "sgd", "adagrad", "rmsprop" or "adam"
     "every": 1,  # steps between refreshes
     "start": None,  # first refresh; then at 2·start, 4·start, … up to every. None: at every
@@ -77,6 +80,7 @@ SHARED: dict[str, Any] = {
 CHOICES: dict[str, tuple[Any, ...]] = {
     "route": ("auto", "method", "adamw", "spectral"),
     "order": (2, None),
+    "scale": SCALES,
     "decay": ("decoupled", "corrected", "l2", "momentum"),
     "graft": (None, "sgd", "adagrad", "rmsprop", "adam"),
     "average": (None, "schedule_free", "primal"),

@@ -8,12 +8,12 @@ from torch import Tensor
 from isokron.linalg import newton_schulz
 from isokron.polynomials import Choice
 
-SCALES = ("match_rms_adamw", "original")
+SCALES = ("match_rms_adamw", "original", None)
 
 
 def spectral_direction(
     moment: Tensor,
-    scale: str = "match_rms_adamw",
+    scale: str | None = "match_rms_adamw",
     steps: int = 5,
     coefficients: Choice | None = "classic",
     dtype: torch.dtype | None = None,
@@ -21,7 +21,7 @@ def spectral_direction(
     """scale · polar(M). [B, m, ...], with all dimensions after m as columns
 
     "match_rms_adamw" is 0.2√max(m, n), at which an update's RMS is about AdamW's; "original" is
-    √max(1, m/n).
+    √max(1, m/n), None is 1.
     """
     matrices = moment.flatten(2)
     rows, cols = matrices.shape[1:]
@@ -32,7 +32,9 @@ def spectral_direction(
     return (polar * spectral_scale(rows, cols, scale)).reshape(moment.shape)
 
 
-def spectral_scale(rows: int, cols: int, scale: str) -> float:
+def spectral_scale(rows: int, cols: int, scale: str | None) -> float:
     """The spectral norm of an update [rows, cols]."""
+    if scale is None:
+        return 1.0
     original = scale == "original"
     return math.sqrt(max(1, rows / cols)) if original else 0.2 * math.sqrt(max(rows, cols))
