@@ -60,7 +60,8 @@ def matrix(shape: tuple[int, ...]) -> tuple[int, ...]:
 class Naive:
     """One leaf. `grads` one by one into `direction`, which has a clip of its own for each layer.
 
-    `normalize`: the momentum is divided by its norm, by layer, after its bias is taken off."""
+    `normalize`: the momentum is divided by its norm, after its bias is taken off; True: by layer,
+    "leaf": that of all layers."""
 
     def __init__(
         self,
@@ -92,7 +93,8 @@ class Naive:
         self.moment = 0.95 * self.moment + 0.05 * grad.astype(np.float64)
         g = (self.moment / (1 - 0.95**self.t)).reshape(self.layers, *self.matrix)
         if self.normalize:
-            norm = np.sqrt((g**2).sum(axis=tuple(range(1, g.ndim)), keepdims=True))
+            axes = None if self.normalize == "leaf" else tuple(range(1, g.ndim))
+            norm = np.sqrt((g**2).sum(axis=axes, keepdims=True))
             g = g / (norm + 1e-6)
         plr = max(0.7 / np.sqrt(1 + self.t / 1e4), 0.4)
         out = np.zeros_like(g)

@@ -1,18 +1,22 @@
 """Options of Quad and Skew, and gradients that break naive implementations."""
 
 import functools
+import inspect
 import itertools
+import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from isokron import white_kron
-from isokron.jax import quad, scale_by_quad, scale_by_skew
+from isokron.jax import quad, scale_by_quad, scale_by_skew, skew
 from isokron.jax.linalg import norm_bound
-from isokron.jax.quad_skew import fixed_numbers
+from isokron.jax.quad_skew import ALIASES, fixed_numbers
+from isokron.jax.settings import WhiteKronSettings
 from isokron.white_kron import factor_rate
 from white_kron_naive import Naive
 
@@ -78,13 +82,77 @@ def transformed(kind: str, **options: Any) -> Any:
 
 def test_names_of_other_libraries_are_accepted() -> None:
     grads = {"stack": normal(0, 2, 5, 3), "v": normal(1, 6)}
-    options = {"momentum": 0.8, "normalize": True, "stacked": {"stack": 1, "v": 0}, "seed": 3}
-    names = {"momentum": "b1", "normalize": "normalize_grads", "seed": "key"}
-    theirs = {names.get(name, name): value for name, value in options.items()}
-    theirs["scanned_layers"] = {"stack": True, "v": False}
-    del theirs["stacked"]
+    options = {"momentum": 0.8, "stacked": {"stack": 1, "v": 0}, "seed": 3}
+    theirs = {"b1": 0.8, "scanned_layers": {"stack": True, "v": False}, "key": 3}
     near(run(grads=grads, **options), run(grads=grads, **theirs), rtol=0)
     assert quad(scanned_layers=None, max_size_triangular=64) is not None
+
+
+# the order of the arguments of eformer 0.0.101, by their names here
+PUBLISHED = [
+    "lr_style",
+    "momentum",
+    "normalize_grads",
+    "max_size_dense",
+    "preconditioner_lr",
+    "preconditioner_init_scale",
+    "dtype",
+    "stacked",
+    "block_size",
+    "pipeline_axis_name",
+    "pipeline_axis_size",
+    "params_partition_specs",
+    "noise_scale",
+]
+
+
+@both
+def test_arguments_by_position_are_in_the_published_order(kind: str) -> None:
+    scale_by, optimizer = SCALES[kind], {"quad": quad, "skew": skew}[kind]
+    assert list(inspect.signature(scale_by).parameters)[: len(PUBLISHED)] == PUBLISHED
+    outer = ["learning_rate", *PUBLISHED[:2], "weight_decay", "weight_decay_mask", *PUBLISHED[2:]]
+    assert list(inspect.signature(optimizer).parameters)[: len(outer)] == outer
+    named = run(2, scale_by, momentum=0.8, lr_style=None, normalize_grads=True, block_size=3)[0]
+    values = (None, 0.8, True, 16384, 0.7, 1.0, None, 0, 3)
+    near(run(2, lambda: scale_by(*values))[0], named, rtol=0)
+    plain = optimizer(0.1, "adam", 0.0, 0.0, None, False, 16384, 0.7, 1.0, "float32", None, 3)
+    updates, _ = plain.update(VECTOR, plain.init(VECTOR), VECTOR)
+    (expected, *_), _ = run(1, scale_by, VECTOR, momentum=0.0)
+    near(updates, jax.tree.map(lambda x: -0.1 * x, expected))
+    with pytest.raises(TypeError, match=f"{kind} takes 16 arguments by position, got 17"):
+        optimizer(*range(17))
+
+
+@both
+def test_a_setting_given_by_two_names_is_refused(kind: str) -> None:
+    for factory in (SCALES[kind], {"quad": quad, "skew": skew}[kind]):
+        with pytest.raises(TypeError, match="got 'momentum' or 'b1' twice; give it once"):
+            factory(b1=0.9, momentum=0.95)
+        with pytest.raises(TypeError, match="got 'stacked' or 'scanned_layers' twice"):
+            factory(scanned_layers=None, stacked=0)
+        with pytest.raises(ValueError, match="normalize must be False with normalize_grads=True"):
+            factory(normalize=True, normalize_grads=True)
+    with pytest.raises(TypeError, match="got 'lr_style' twice"):
+        SCALES[kind]("adam", lr_style=None)
+
+
+@both
+def test_help_names_all_arguments(kind: str) -> None:
+    names = {*inspect.signature(SCALES[kind]).parameters} - {"shared"}
+    names |= {*WhiteKronSettings.__annotations__, *ALIASES}
+    for name in names:
+        assert re.search(rf"\b{name}\b", str(SCALES[kind].__doc__)), name
+
+
+def test_under_injected_hyperparameters_shapes_are_static() -> None:
+    grads = {"stack": normal(0, 2, 5, 3)}
+    with pytest.raises(ValueError, match=r"stacked must be .* name it in static_args"):
+        optax.inject_hyperparams(quad)(0.1, stacked=1).init(grads)
+    for optimizer in (
+        optax.inject_hyperparams(quad)(0.1, b1=0.8, scanned_layers=1),
+        optax.inject_hyperparams(quad, static_args="stacked")(0.1, stacked=1),
+    ):
+        assert optimizer.init(grads).inner_state[0].blocks.keys() == {"5x3"}
 
 
 def test_the_style_of_adam_divides_by_five() -> None:
@@ -249,15 +317,18 @@ def test_stacked_layers_are_worked_on_and_clipped_one_by_one(kind: str) -> None:
 
 
 @both
-def test_normalize_divides_the_momentum_by_its_norm_layer_by_layer(kind: str) -> None:
+@pytest.mark.parametrize(("name", "norm"), [("normalize", True), ("normalize_grads", "leaf")])
+def test_the_momentum_is_divided_by_its_norm_by_layer_or_by_leaf(
+    kind: str, name: str, norm: Any
+) -> None:
     """Over gradients that grow and shrink, and layers with blocks in four batches."""
-    transform = SCALES[kind](normalize=True, stacked=1, block_size=16, noise_scale=0.0)
+    transform = SCALES[kind](**{name: True}, stacked=1, block_size=16, noise_scale=0.0)
     update = jax.jit(transform.update)
 
     def probes(size: int) -> np.ndarray:
         return np.asarray(fixed_numbers((4, size), jnp.float32), np.float64)
 
-    naive = Naive((2, 20, 17), True, kind == "skew", probes, normalize=True)
+    naive = Naive((2, 20, 17), True, kind == "skew", probes, normalize=norm)
     state = transform.init({"a": normal(0, 2, 20, 17)})
     for step, scale in enumerate((1.0, 30.0, 0.1, 1.0)):
         grad = scale * normal(step, 2, 20, 17) * jnp.array([1.0, 100.0])[:, None, None]

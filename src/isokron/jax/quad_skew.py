@@ -7,11 +7,12 @@ its steps. Padding is zero in blocks and factors, and stays so.
 
 import inspect
 from collections.abc import Callable
-from functools import partial, reduce
+from functools import partial, reduce, wraps
 from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from isokron import white_kron
@@ -25,68 +26,121 @@ from isokron.white_kron import PROBES, SQUARE_LIMIT, factor_rate
 # the names in eformer's White-Kron and in other PSGD libraries
 ALIASES = {
     "b1": "momentum",
-    "normalize_grads": "normalize",
     "scanned_layers": "stacked",
     "max_size_triangular": "max_size_dense",
     "key": "seed",
 }
 
 
+Transformation = Callable[..., optax.GradientTransformationExtraArgs]
+
+
+def _published(function: Transformation, like: Transformation | None = None) -> Transformation:
+    """Take settings by position in eformer's order, and under its names; each of them once.
+
+    `like`: has the signature, and the list of arguments, of a function that takes keywords only.
+    """
+    parameters = dict(inspect.signature(like or function).parameters)
+    places = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    if "learning_rate" in places:
+        places[3:3] = ["weight_decay", "weight_decay_mask"]
+
+    @wraps(function)
+    def called(*args: Any, **keywords: Any) -> optax.GradientTransformationExtraArgs:
+        name = function.__name__
+        if len(args) > len(places):
+            raise TypeError(f"{name} takes {len(places)} arguments by position, got {len(args)}")
+        settings = dict(zip(places, args, strict=False))
+        for given, value in keywords.items():
+            setting = ALIASES.get(given, given)
+            if setting in settings:
+                also = [alias for alias, ours in ALIASES.items() if ours == setting]
+                names = "".join(f" or {alias!r}" for alias in also)
+                raise TypeError(f"{name} got {setting!r}{names} twice; give it once")
+            settings[setting] = value
+        return function(**settings)
+
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    ordered = [parameters.pop(name).replace(kind=kind) for name in places]
+    signature = inspect.Signature([*ordered, *parameters.values()])
+    called.__signature__ = signature  # type: ignore[attr-defined]
+    if like is not None:
+        called.__doc__ = f"{function.__doc__}\n    Args:{str(like.__doc__).split('Args:')[1]}"
+    return called
+
+
+@_published
 def scale_by_quad(
-    *,
-    momentum: float = 0.95,
     lr_style: str | None = "adam",
-    normalize: bool = False,
-    block_size: int | Static = Static(256),
+    momentum: float = 0.95,
+    normalize_grads: bool = False,
+    max_size_dense: int | Static = Static(16384),
     preconditioner_lr: float = 0.7,
     preconditioner_init_scale: float = 1.0,
+    dtype: Any = None,
+    stacked: Any = Static(0),
+    block_size: int | Static = Static(256),
+    pipeline_axis_name: str | None = None,
+    pipeline_axis_size: int | Static | None = None,
+    params_partition_specs: Any = None,
     noise_scale: float = 1e-9,
+    *,
+    normalize: bool = False,
     damping: float = 0.0,
     every: int = 1,
     apply: str = "new",
-    dtype: Any = None,
     seed: Any = None,
     **shared: Unpack[WhiteKronSettings],
 ) -> optax.GradientTransformationExtraArgs:
     """P μ̂ with P = Ql² ⊗ Qr², and Q ← MQM, M = I − plr/2L·(T − t₂I).
 
     Args:
-        momentum: rate of the first moment μ.
         lr_style: "adam" divides by 5, for learning rates that suit Adam; None does not.
-        normalize: whether μ̂ is divided by its norm, layer by layer.
-        block_size: matrices are cut into blocks of this size.
+        momentum: rate of the first moment μ; or `b1`.
+        normalize_grads: whether μ̂ is divided by its norm, leaf by leaf.
+        max_size_dense: longer dimensions are not cut and have a diagonal factor; or
+            `max_size_triangular`.
         preconditioner_lr: learning rate of the factors, plr.
         preconditioner_init_scale: of the first factors, a multiple of the identity.
-        noise_scale: of the noise that factors see, which bounds P where there is no gradient.
-        damping: the same, relative to the largest entry of a block.
-        every: steps from one update of the factors to the next.
-        apply: the direction of the "new" factors, or, with fewer products, of the "old" ones.
         dtype: of momentum and factors: "bfloat16", "float32" or "float64"; None is float32, or
             float64 where a parameter is.
-        seed: None takes fixed probes and noise; an integer or a JAX key draws them.
-        **shared: see WhiteKronSettings.
+        stacked: leading dimensions that count matrices: a number, or a tree of numbers; or
+            `scanned_layers`, flags of leaves that stack layers on axis 0.
+        block_size: matrices are cut into blocks of this size.
+        pipeline_axis_name: mesh axis over which blocks are spread.
+        pipeline_axis_size: its size, where there is no mesh to ask.
+        params_partition_specs: how parameters are sharded, where their types do not tell.
+        noise_scale: of the noise that factors see, which bounds P where there is no gradient.
+        normalize: whether μ̂ is divided by its norm, layer by layer of a stack.
+        damping: noise relative to the largest entry of a block, on top.
+        every: steps from one update of the factors to the next.
+        apply: the direction of the "new" factors, or, with fewer products, of the "old" ones.
+        seed: None takes fixed probes and noise; an integer or a JAX key draws them; or `key`.
+        **shared: `preconditioner_lr_floor`, what plr decays to, 0.4 by default; and `warmup`, how
+            many steps at first each update the factors, from which on `every` counts.
     """
     return scale_by_preconditioned(WHITE_KRON, _settled("Quad", locals()))
 
 
+@partial(_published, like=scale_by_quad)
 def scale_by_skew(**settings: Any) -> optax.GradientTransformationExtraArgs:
     """P μ̂ with P = QlᵀQl ⊗ QrᵀQr, and Q ← MQ, M = I − plr/L·(T − t₂I), then a Procrustes step.
 
-    Args:
-        **settings: those of scale_by_quad.
+    Its settings are those of scale_by_quad.
     """
     arguments = inspect.signature(scale_by_quad).bind(**settings)
     arguments.apply_defaults()
     return scale_by_preconditioned(WHITE_KRON, _settled("Skew", arguments.arguments))
 
 
-scale_by_skew.__signature__ = inspect.signature(scale_by_quad)  # type: ignore[attr-defined]
-quad = with_learning_rate(scale_by_quad)
-skew = with_learning_rate(scale_by_skew)
+quad = _published(with_learning_rate(scale_by_quad))
+skew = _published(with_learning_rate(scale_by_skew))
 
 
 def _settled(optimizer: str, arguments: dict[str, Any]) -> dict[str, Any]:
     settings = settle(optimizer, arguments, WhiteKronSettings, ALIASES)
+    if settings["normalize"] and settings["normalize_grads"]:
+        raise ValueError("normalize must be False with normalize_grads=True, got True; give one")
     if settings["apply"] == "old" and not is_zero(settings["damping"]):
         raise ValueError(
             f"damping must be 0 with apply='old', which adds no noise, got "
@@ -118,10 +172,17 @@ def _init(batch: BlockBatch, dtype: Any, settings: Settings) -> State:
 
 
 def _normalized(moments: Arrays, layout: TreeLayout, settings: Settings) -> Arrays:
-    """μ̂/(‖μ̂‖ + 10⁻⁶), every layer by itself."""
-    if not settings["normalize"]:
+    """μ̂/(‖μ̂‖ + 10⁻⁶), every layer by itself, or every leaf."""
+    if not (settings["normalize"] or settings["normalize_grads"]):
         return moments
-    return layout.scaled(moments, 1 / (layout.norms(moments) + 1e-6))
+    norms = layout.norms(moments)
+    if settings["normalize_grads"]:
+        leaf = np.repeat(range(len(layout.layers)), [at.stop - at.start for at in layout.layers])
+        zeros = jnp.zeros(len(layout.layers), norms.dtype)
+        tops = nonzero(zeros.at[leaf].max(norms))
+        squares = zeros.at[leaf].add(jnp.square(norms / tops[leaf]))
+        norms = (tops * jnp.sqrt(squares))[leaf]
+    return layout.scaled(moments, 1 / (norms + 1e-6))
 
 
 def _clipped(directions: Arrays, layout: TreeLayout, settings: Settings) -> Arrays:

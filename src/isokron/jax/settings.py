@@ -110,9 +110,11 @@ DEFAULTS = {name: default for name, (default, _) in SHARED.items()}
 # Rules for settings that only some optimizers have.
 WHITE_KRON_RULES = {
     "normalize": FLAG,
+    "normalize_grads": FLAG,
     "lr_style": choice("adam", None),
     "apply": choice("new", "old"),
     "block_size": integer(1),
+    "stacked": Rule("numbers of dimensions", lambda value: not isinstance(value, jax.Array)),
     "preconditioner_lr": number("a number in (0, 1]", lambda x: 0 < x <= 1),
     "preconditioner_init_scale": number("a number in (0, 1e6]", lambda x: 0 < x <= GROWTH_LIMIT),
     "noise_scale": NOT_NEGATIVE,
@@ -181,13 +183,8 @@ class ShampooSettings(FactorSettings, total=False):
 class WhiteKronSettings(TypedDict, total=False):
     """Further settings of Quad and Skew."""
 
-    stacked: Any  # as in LayoutSettings; flags of leaves that stack layers on axis 0 will do
-    max_size_dense: int  # longer dimensions are not cut and have a diagonal factor
     preconditioner_lr_floor: float  # that `preconditioner_lr` decays to
     warmup: int  # steps at first that each update the factors; `every` counts from there
-    pipeline_axis_name: str | None  # mesh axis over which blocks are spread
-    pipeline_axis_size: int | None  # its size, where there is no mesh to ask
-    params_partition_specs: Any  # how parameters are sharded, where their types do not tell
 
 
 def settle(
@@ -261,6 +258,7 @@ def with_learning_rate(
     optimizer.__module__ = scale_by.__module__
     signature, inner = inspect.signature(optimizer), inspect.signature(scale_by)
     parameters = [*list(signature.parameters.values())[:-1], *inner.parameters.values()]
+    parameters.sort(key=lambda parameter: parameter.kind)  # what is taken by position comes first
     # help() and optax.inject_hyperparams read the signature
     optimizer.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     optimizer.__doc__ = f"""{scale_by.__name__}, then decayed weights, then the learning rate.
