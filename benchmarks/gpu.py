@@ -139,16 +139,35 @@ def adamw_is_right() -> bool:
     return right
 
 
-def products_are_right() -> bool:
+def products() -> dict[str, Callable[..., Tensor]]:
+    """By pointers, and from sm_90 on by descriptors."""
     from isokron.kernels.triton_symmetric import symmetric_matmul
+    from isokron.kernels.triton_symmetric_tma import symmetric_matmul_tma
 
+    forms: dict[str, Callable[..., Tensor]] = {"isokron": symmetric_matmul}
+    if torch.cuda.get_device_capability() >= (9, 0):
+        forms["by TMA"] = symmetric_matmul_tma
+    return forms
+
+
+def products_are_right() -> bool:
     right = True
-    shapes = [(1, 64, 64), (3, 100, 33), (2, 1100, 520), (1, 2048, 2048), (1, 3000, 1000)]
-    for dtype, shape in itertools.product((torch.bfloat16, torch.float16, torch.float32), shapes):
+    shapes = [
+        (1, 64, 64),
+        (3, 100, 33),
+        (2, 1100, 520),
+        (2, 1104, 520),
+        (1, 2048, 2048),
+        (1, 3000, 1000),
+    ]
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    for (form, product), dtype, shape in itertools.product(products().items(), dtypes, shapes):
+        if form == "by TMA" and (shape[1] % 8 or shape[2] % 8):
+            continue
         x = torch.randn(shape, device="cuda").to(dtype)
         add = (x @ x.mT).to(dtype)
         add = (add + add.mT) / 2
-        got = symmetric_matmul(x, alpha=0.5, beta=-0.25, add=add)
+        got = product(x, alpha=0.5, beta=-0.25, add=add)
         want = 0.5 * x.double() @ x.double().mT - 0.25 * add.double()
         bound = max(torch.finfo(dtype).eps, 1e-6) * want.abs().max().item()
         error = (got.double() - want).abs().max().item()
@@ -156,7 +175,7 @@ def products_are_right() -> bool:
         verdict = "right" if error <= bound else f"WRONG, error {error:.2e} over {bound:.2e}"
         mirror = "" if torch.equal(got, got.mT) else ", not symmetric to the bit"
         size = "×".join(map(str, shape))
-        print(f"product {str(dtype)[6:]:9} {size:14}: {verdict}{mirror}")
+        print(f"product {form:8} {str(dtype)[6:]:9} {size:14}: {verdict}{mirror}")
     return right
 
 
@@ -180,19 +199,17 @@ def adamw_table(rounds: int) -> None:
 
 
 def products_table(rounds: int) -> None:
-    from isokron.kernels.triton_symmetric import symmetric_matmul
-
-    print(f"\n{'X Xᵀ in bfloat16':20}{'torch':>12}{'isokron':>12}{'ratio':>8}")
+    ours = products()
+    titles = "".join(f"{name:>12}{'ratio':>8}" for name in ours)
+    print(f"\n{'X Xᵀ in bfloat16':20}{'torch':>12}{titles}")
     for side in SIDES:
         x = torch.randn(1, side, side, device="cuda").bfloat16()
         out = torch.empty_like(x)
-        forms: dict[str, Callable[[], object]] = {
-            "torch": partial(torch.bmm, x, x.mT, out=out),
-            "isokron": partial(symmetric_matmul, x, out),
-        }
+        forms: dict[str, Callable[[], object]] = {"torch": partial(torch.bmm, x, x.mT, out=out)}
+        forms |= {name: partial(product, x, out) for name, product in ours.items()}
         ms = gpu_interleaved(forms, rounds)
-        ratio = ms["isokron"] / ms["torch"]
-        print(f"{side:<20}{ms['torch']:9.3f} ms{ms['isokron']:9.3f} ms{ratio:8.2f}")
+        texts = "".join(f"{ms[name]:9.3f} ms{ms[name] / ms['torch']:8.2f}" for name in ours)
+        print(f"{side:<20}{ms['torch']:9.3f} ms{texts}")
 
 
 def newton_schulz_table(rounds: int) -> None:

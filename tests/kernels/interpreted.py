@@ -22,6 +22,7 @@ from isokron.kernels import adamw as dispatch
 from isokron.kernels import triton_adamw, triton_symmetric, verify
 from isokron.kernels.triton_adamw import adamw_
 from isokron.kernels.triton_symmetric import newton_schulz_, symmetric_matmul
+from isokron.kernels.triton_symmetric_tma import symmetric_matmul_tma
 from isokron.linalg import newton_schulz
 
 Array = NDArray[np.float32]
@@ -307,6 +308,49 @@ def test_a_wrong_product_is_refused() -> None:
         symmetric_matmul(torch.ones(1, 3, 3, dtype=torch.float64))
     with pytest.raises(ValueError, match="out must be"):
         symmetric_matmul(torch.ones(1, 3, 4), torch.ones(1, 3, 4))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", [(1, 8, 8), (2, 64, 32), (2, 200, 136)])
+def test_products_by_descriptors_are_right_and_written_nowhere_else(
+    shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    x = torch.randn(shape).to(dtype)
+    add = symmetric(*shape[:2]).to(dtype)
+    for c in (None, add):
+        buffer = x.new_full((shape[0], shape[1] + 2, shape[1] + 16), CANARY)
+        out = buffer[:, 1:-1, 8:-8]  # in rows that begin at multiples of 16 bytes
+        symmetric_matmul_tma(x, out, 0.5, 2.0, c)
+        want = 0.5 * x.double() @ x.double().mT + (0 if c is None else 2 * c.double())
+        bound = TOLERANCE[dtype] * want.abs().max().item()
+        torch.testing.assert_close(out.double(), want, rtol=0, atol=bound)
+        out.fill_(CANARY)
+        assert (buffer == CANARY).all()
+
+
+def test_products_by_descriptors_keep_a_batch_apart_and_take_the_addend_as_target() -> None:
+    x = torch.randn(3, 104, 40)
+    add = symmetric(3, 104)
+    want = 3 * x @ x.mT - add
+    x[1] = torch.nan
+    assert symmetric_matmul_tma(x, add, alpha=3, beta=-1, add=add) is add
+    torch.testing.assert_close(add[[0, 2]], want[[0, 2]])
+    assert add[1].isnan().all()
+    assert symmetric_matmul_tma(x[:, :0]).shape == (3, 0, 0)
+    assert (symmetric_matmul_tma(x[:, :, :0]) == 0).all()
+
+
+def test_rows_that_no_descriptor_can_address_are_refused() -> None:
+    x = torch.randn(2, 8, 8)
+    for wrong in (torch.randn(2, 8, 6), x.mT, torch.randn(2, 8, 12)[:, :, 1:9]):
+        with pytest.raises(
+            ValueError, match=r"x must have contiguous rows .* use symmetric_matmul"
+        ):
+            symmetric_matmul_tma(wrong)
+    with pytest.raises(ValueError, match="out must have contiguous rows"):
+        symmetric_matmul_tma(torch.randn(2, 6, 8))
+    with pytest.raises(ValueError, match=r"add must be torch\.float32 of shape"):
+        symmetric_matmul_tma(x, add=torch.randn(2, 8, 6))
 
 
 @pytest.mark.parametrize("steps", [0, 1, 5])

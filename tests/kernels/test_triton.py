@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from sass import Machine, machine_code
 
 from isokron.kernels import triton_adamw
 from isokron.kernels.triton_symmetric import symmetric_matmul
+from isokron.kernels.triton_symmetric_tma import symmetric_matmul_tma
 
 TENSOR_CORES = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
 
@@ -70,14 +71,18 @@ def adamw(
 
 
 @cache
-def product(folder: Path, capability: int, dtype: torch.dtype, precision: str = "high") -> Machine:
+def product(
+    folder: Path,
+    capability: int,
+    dtype: torch.dtype,
+    precision: str = "high",
+    matmul: Callable[..., torch.Tensor] = symmetric_matmul,
+) -> Machine:
     x, add = torch.zeros(2, 256, 512, dtype=dtype), torch.zeros(2, 256, 256, dtype=dtype)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
-        return machine_code(
-            partial(symmetric_matmul, x, add.clone(), 0.5, 2.0, add), capability, folder
-        )
+        return machine_code(partial(matmul, x, add.clone(), 0.5, 2.0, add), capability, folder)
     finally:
         torch.set_float32_matmul_precision(before)
 
@@ -134,6 +139,21 @@ def test_products_use_tensor_cores_without_spilling(
     assert code.count("STG.E.128") == code.count("STG")
     assert code.spills == 0
     assert code.shared <= 99 * 1024  # what every GPU since sm_80 has for one block
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("capability", [90, 100])
+def test_products_by_descriptors_leave_all_tiles_to_the_memory_accelerator(
+    compiled_anew: Path, capability: int, dtype: torch.dtype
+) -> None:
+    code = product(compiled_anew, capability, dtype, matmul=symmetric_matmul_tma)
+    assert code.count(TENSOR_CORES[capability]) > 0
+    assert code.count("UTMALDG.3D") == code.count("UTMALDG") >= 5  # two a stage, and the addend
+    assert code.count("UTMASTG.3D") == code.count("UTMASTG") == 2  # a tile and its transpose
+    assert code.count("LDG") == 2  # row and column of the tile
+    assert code.count("STG") == code.count("LDGSTS") == 0
+    assert code.spills == 0
+    assert code.shared <= 227 * 1024  # what one block has since sm_90
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])

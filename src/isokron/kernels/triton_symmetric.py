@@ -41,6 +41,21 @@ def symmetric_matmul(
         beta: β.
         add: C, symmetric; only its upper tiles are read.
     """
+    out = result_of(x, out, add)
+    if out.numel():
+        tile, depth = TILES[x.element_size()]
+        table = tile_table(x.device, triton.cdiv(x.size(1), tile))
+        addend = out if add is None else add
+        tensors = (x, x.stride(), out, out.stride(), addend, addend.stride(), table)
+        numbers = (len(table), x.size(1), x.size(2), float(alpha), float(beta))
+        flags = {"ADD": add is not None, "PRECISION": precision()}
+        grid = (len(x) * len(table),)
+        _kernel[grid](*tensors, *numbers, **flags, TILE=tile, DEPTH=depth, **OPTIONS)
+    return out
+
+
+def result_of(x: Tensor, out: Tensor | None, add: Tensor | None) -> Tensor:
+    """The tensor for α·XXᵀ + β·C; a ValueError for what has no such product."""
     if x.ndim != 3:
         raise ValueError(f"symmetric_matmul needs [B, m, k], got shape {tuple(x.shape)}")
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -53,17 +68,12 @@ def symmetric_matmul(
                 f"{name} must be {x.dtype} of shape {shape}, "
                 f"got {tensor.dtype} of shape {tuple(tensor.shape)}"
             )
-    if out.numel():
-        tile, depth = TILES[x.element_size()]
-        table = tile_table(x.device, triton.cdiv(x.size(1), tile))
-        addend = out if add is None else add
-        tensors = (x, x.stride(), out, out.stride(), addend, addend.stride(), table)
-        numbers = (len(table), x.size(1), x.size(2), float(alpha), float(beta))
-        highest = torch.get_float32_matmul_precision() == "highest"
-        flags = {"ADD": add is not None, "PRECISION": "ieee" if highest else "tf32"}
-        grid = (len(x) * len(table),)
-        _kernel[grid](*tensors, *numbers, **flags, TILE=tile, DEPTH=depth, **OPTIONS)
     return out
+
+
+def precision() -> str:
+    """Of products of float32."""
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 def newton_schulz_(x: Tensor, triples: Sequence[tuple[float, float, float]]) -> Tensor:
