@@ -72,7 +72,7 @@ def entrant(name: str, form: str) -> Entrant:
         built: torch.optim.Optimizer = optimizer(isokron.param_groups(model, **settings), lr=lr)
         return built
 
-    return Entrant(f"{name}, {form}", build, (lr,))
+    return Entrant(f"{name}, {form}", build, lr)
 
 
 def counted(task: str, optimizer: str, form: str) -> dict[str, int]:

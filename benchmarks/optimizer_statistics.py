@@ -132,7 +132,7 @@ def values(records: Records, specs: list[str]) -> None:
     task = load("digits")
     for spec in specs:
         entrant = resolve(spec)
-        usual = entrant.lrs[len(entrant.lrs) // 2]
+        usual = 3e-3 if spec == "adamw" else entrant.lr
         for lr in (usual, 100 * usual):
             run = train(task, entrant, lr, seed=0, steps=200)
             groups = run.statistics or [{"state_bytes": 0}]

@@ -6,12 +6,8 @@ One thread. All that is known of a task is in docs/benchmarks/tuned_races/TASK.j
 every run: stopped at any time, it goes on where it was; tasks may run side by side.
 
 Two learning rates: that of hidden matrices, and a multiple of it for embeddings, head, norms and
-biases. Each optimizer starts at a quarter of the length with three rates a factor of 2 apart, each
-with multiples of 1, 3 and 10; a rate at the edge of what was tried is followed by the next. AdamW's
-best three pairs also get every other choice of weight decay and beta2. The best four settings train
-at full length, then the best with rates a factor of √2 above and below, until a better one is not
-found. The best gets two more seeds. "adamw, one rate" is the same search with a multiple of 1.
-Settings are chosen on seed 0.
+biases. Settings are chosen by the search of `isokron race` (isokron/race/search.py), on seed 0.
+"adamw, one rate" is the same search with a multiple of 1. The best gets two more seeds.
 
 At last the shortest schedule: the best setting is trained on fewer steps, by bisection to a
 twentieth, until it ends just at the mean loss of AdamW (seed 0).
@@ -23,16 +19,16 @@ import argparse
 import math
 import statistics
 import time
-from collections.abc import Iterator
+from dataclasses import asdict
 from functools import partial
-from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import packaged_data
 import torch
 from records import Records
 
 from isokron.optimizers_by_name import resolve
+from isokron.race.search import Plans, Search, Setting, search_for
 from isokron.race.train import EVALUATIONS, train
 from isokron.tasks import Task, load
 
@@ -46,52 +42,15 @@ STEPS = {
 }
 ADAMW, ONE_RATE = "adamw", "adamw, one rate"
 OPTIMIZERS = ("shampoo", "katie", "soap", "muon")
-CENTRE = 1e-2  # rates are this times a power of √2
-RATIOS = (1, 3, 10)  # of the rate of everything else to that of hidden matrices
-DECAYS_AND_BETAS = tuple(
-    product((0.1, 0.01), (0.95, 0.99, 0.999))
-)  # of AdamW; first is tried first
-PAIRS = 3  # of rates, with which AdamW gets all of these
-FINALISTS = 4
+DECAY = 0.1  # in records, also of optimizers that leave weight decay alone
 SEEDS = 3
 PARTS = 20  # shortest schedules are found to a twentieth of the length
 LEAST = 4  # so many twentieths are taken not to suffice
 
 
-class Setting(NamedTuple):
-    """What a run depends on beside its task, seed and steps."""
-
-    name: str
-    lr: float  # of hidden matrices
-    ratio: int = 1
-    decay: float = 0.1
-    beta2: float | None = None  # None: the optimizer's own
-
-    @property
-    def spec(self) -> str:
-        options = [f"weight_decay={self.decay:g}"] if self.name == ADAMW else []
-        if self.beta2 is not None:
-            options.append(f"betas=(0.9,{self.beta2:g})")
-        if self.ratio > 1:
-            options.append(f"lr_scale={{'matrices':1.0,'*':{self.ratio:.1f}}}")
-        return f"{self.name}({','.join(options)})" if options else self.name
-
-    def moved(self, half_octaves: int) -> Setting:
-        """The same with the rate times a power of √2."""
-        place = round(2 * math.log2(self.lr / CENTRE)) + half_octaves
-        return self._replace(lr=float(f"{CENTRE * 2 ** (place / 2):.3g}"))
-
-
-def first_settings(optimizer: str) -> list[Setting]:
-    """Three rates with each ratio."""
-    is_adamw = optimizer in (ADAMW, ONE_RATE)
-    middle = CENTRE / 2 if is_adamw else CENTRE
-    name, beta2 = (ADAMW, DECAYS_AND_BETAS[0][1]) if is_adamw else (optimizer, None)
-    return [
-        Setting(name, middle, ratio, beta2=beta2).moved(half_octaves)
-        for ratio in ((1,) if optimizer == ONE_RATE else RATIOS)
-        for half_octaves in (-2, 0, 2)
-    ]
+def key_of(setting: Setting) -> dict[str, Any]:
+    """A setting as records have it."""
+    return {**asdict(setting), "decay": DECAY if setting.decay is None else setting.decay}
 
 
 class Study:
@@ -100,8 +59,8 @@ class Study:
     def __init__(self, task: str) -> None:
         self.name, self.records = task, Records(f"tuned_races/{task}")
         self.steps = STEPS[task]
-        # by optimizer, the settings that were tried at a quarter of the length, and at all of it
-        self.tried: dict[str, tuple[list[Setting], list[Setting]]] = {}
+        # by optimizer, what its search has asked for so far
+        self.searches: dict[str, Search] = {}
 
     def task(self) -> Task:
         make = packaged_data.TASKS.get(self.name)
@@ -109,66 +68,42 @@ class Study:
 
     def runs(self, setting: Setting, steps: int) -> list[dict[str, Any]]:
         """The runs with a setting and this number of steps, by seed."""
-        chosen = self.records.select(**setting._asdict(), steps=steps)
+        chosen = self.records.select(**key_of(setting), steps=steps)
         return sorted(chosen, key=lambda run: run["seed"])
 
-    def loss(self, setting: Setting, steps: int, seeds: int = SEEDS) -> float:
-        """The mean final loss over the first seeds; infinite where a run diverged or is missing."""
-        finals = [run["final"] for run in self.runs(setting, steps)[:seeds]]
-        bad = not finals or None in finals
-        return math.inf if bad else statistics.fmean(finals)
+    def final(self, setting: Setting, steps: int, seed: int) -> float:
+        """The final loss of a run; infinite if it diverged or is missing."""
+        finals = [run["final"] for run in self.runs(setting, steps) if run["seed"] == seed]
+        return math.inf if finals in ([], [None]) else finals[0]
 
-    def ranked(self, settings: list[Setting], steps: int) -> list[Setting]:
-        """By the loss of seed 0."""
-        finite = [s for s in settings if math.isfinite(self.loss(s, steps, 1))]
-        return sorted(finite, key=lambda setting: self.loss(setting, steps, 1))
+    def loss(self, setting: Setting, steps: int) -> float:
+        """The mean final loss over the seeds there are; infinite where one diverged."""
+        seeds = [run["seed"] for run in self.runs(setting, steps)] or [0]
+        return statistics.fmean(self.final(setting, steps, seed) for seed in seeds)
 
-    def search(self, optimizer: str) -> Iterator[list[tuple[Setting, int, int]]]:
-        """Lists of (setting, steps, seed); each depends on the results of those before."""
-        short, steps = self.steps // 4, self.steps
-        quarter, full = self.tried.setdefault(optimizer, ([], []))
-        new = first_settings(optimizer)
-        while new:
-            quarter += new
-            yield [(setting, short, 0) for setting in new]
-            new = [s for ratio in RATIOS if (s := self.beyond_edge(quarter, ratio)) is not None]
-        if optimizer in (ADAMW, ONE_RATE):
-            new = [
-                setting._replace(decay=decay, beta2=beta2)
-                for setting in self.ranked(quarter, short)[:PAIRS]
-                for decay, beta2 in DECAYS_AND_BETAS[1:]
-            ]
-            quarter += new
-            yield [(setting, short, 0) for setting in new]
-        new = self.ranked(quarter, short)[:FINALISTS]
-        while new:
-            full += new
-            yield [(setting, steps, 0) for setting in new]
-            best = self.ranked(full, steps)[0]
-            new = [s for s in (best.moved(-1), best.moved(1)) if s not in full]
-        yield [(best, steps, seed) for seed in range(1, SEEDS)]
-
-    def beyond_edge(self, settings: list[Setting], ratio: int) -> Setting | None:
-        """The next rate at this ratio, where the best of those tried is the lowest or highest."""
-        rates = sorted(s for s in settings if s.ratio == ratio)
-        if not (ranked := self.ranked(rates, self.steps // 4)):
-            return rates[0].moved(-2) if rates else None
-        if ranked[0] == rates[0]:
-            return rates[0].moved(-2)
-        return rates[-1].moved(2) if ranked[0] == rates[-1] else None
+    def search(self, optimizer: str) -> Plans:
+        """Lists of runs; each depends on the results of those before."""
+        entrant = resolve(optimizer.partition(",")[0])
+        search = search_for(entrant, self.steps, SEEDS, self.final)
+        if optimizer == ONE_RATE:
+            search.ratios = (1,)
+        self.searches[optimizer] = search
+        return search.plans()
 
     def chosen(self, optimizer: str) -> Setting | None:
         """The best setting at full length; None before it was searched for."""
-        if optimizer not in self.tried:
+        if optimizer not in self.searches:
             for plan in self.search(optimizer):
                 if not all(
                     any(run["seed"] == seed for run in self.runs(setting, steps))
                     for setting, steps, seed in plan
                 ):
                     break
-        return next(iter(self.ranked(self.tried[optimizer][1], self.steps)), None)
+        search = self.searches[optimizer]
+        ranked = search.ranked(search.full, self.steps)
+        return next((s for s in ranked if math.isfinite(self.loss(s, self.steps))), None)
 
-    def shorter(self, optimizer: str, goal: float) -> Iterator[list[tuple[Setting, int, int]]]:
+    def shorter(self, optimizer: str, goal: float) -> Plans:
         """Schedules of the best setting, by bisection, while a shorter one may reach the goal."""
         setting = self.chosen(optimizer)
         if setting is None or self.loss(setting, self.steps) > goal:
@@ -201,39 +136,40 @@ class Study:
         return min(parts) / PARTS if parts else None
 
 
-def run(name: str, optimizers: tuple[str, ...]) -> None:
-    study = Study(name)
-    task = study.task()
-
-    def train_all(plans: Iterator[list[tuple[Setting, int, int]]]) -> None:
-        for plan in plans:
-            for setting, steps, seed in plan:
-                key = {**setting._asdict(), "steps": steps, "seed": seed}
-                study.records.once(partial(train_once, task, setting, steps, seed), **key)
-
+def plans(study: Study, optimizers: tuple[str, ...]) -> Plans:
+    """Everything to be trained, in this order."""
     # the baseline first
     for optimizer in (ONE_RATE, ADAMW, *optimizers):
-        train_all(study.search(optimizer))
+        yield from study.search(optimizer)
     for baseline in (ADAMW, ONE_RATE):
         adamw = study.chosen(baseline)
         assert adamw is not None
         for optimizer in optimizers:
-            train_all(study.shorter(optimizer, study.loss(adamw, study.steps)))
+            yield from study.shorter(optimizer, study.loss(adamw, study.steps))
+
+
+def run(name: str, optimizers: tuple[str, ...]) -> None:
+    study = Study(name)
+    task = study.task()
+    for plan in plans(study, optimizers):
+        for setting, steps, seed in plan:
+            key = {**key_of(setting), "steps": steps, "seed": seed}
+            study.records.once(partial(train_once, task, setting, steps, seed), **key)
 
 
 def train_once(task: Task, setting: Setting, steps: int, seed: int) -> dict[str, Any]:
     start = time.process_time()
     result = train(
         task,
-        resolve(setting.spec),
-        setting.lr,
+        resolve(setting.name),
+        setting,
         seed,
         steps,
         # figures show the longest runs; of others only the last evaluation counts
         evaluations=EVALUATIONS if steps == STEPS[task.name] else 5,
     )
     if result.status == "failed":
-        raise SystemExit(f"{task.name}, {setting.spec}: {result.message}")
+        raise SystemExit(f"{task.name}, {setting.name}, {setting}: {result.message}")
     losses = [round(loss, 5) for loss in result.eval_losses]
     return {
         "status": result.status,

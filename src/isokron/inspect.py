@@ -79,7 +79,7 @@ class Setup:
             self.steps = 200 if self.weights is None else 0
         self.entrant = resolve(self.optimizer)
         if self.lr is None:
-            self.lr = self.entrant.lrs[len(self.entrant.lrs) // 2]
+            self.lr = self.entrant.lr
         rules = {
             "steps": (self.steps >= 0, "at least 0"),
             "examples": (self.examples >= 1, "at least 1"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,30 +18,33 @@ from isokron.optim.settings import GROUP_KEYS, SHARED
 from isokron.tasks.catalog import load_object
 
 YARDSTICK = "adamw"  # takes part in every race
-ADAMW_LRS = (3e-4, 1e-3, 3e-3, 1e-2)
-STRUCTURED_LRS = (3e-3, 1e-2, 3e-2)
 
-# name → (class in isokron, learning rates to try)
-BUILT_IN: dict[str, tuple[str, tuple[float, ...]]] = {
-    "adamw": ("AdamW", ADAMW_LRS),
-    "muon": ("Muon", STRUCTURED_LRS),
-    "shampoo": ("Shampoo", STRUCTURED_LRS),
-    "soap": ("SOAP", STRUCTURED_LRS),
-    "katie": ("Katie", STRUCTURED_LRS),
-    "quad": ("Quad", STRUCTURED_LRS),
-    "skew": ("Skew", STRUCTURED_LRS),
-    "natural": ("NaturalGradient", STRUCTURED_LRS),
-    "sign": ("SignDescent", ADAMW_LRS),
+# name → (class in isokron, a usual learning rate)
+BUILT_IN: dict[str, tuple[str, float]] = {
+    "adamw": ("AdamW", 5e-3),
+    "muon": ("Muon", 1e-2),
+    "shampoo": ("Shampoo", 1e-2),
+    "soap": ("SOAP", 1e-2),
+    "katie": ("Katie", 1e-2),
+    "quad": ("Quad", 1e-2),
+    "skew": ("Skew", 1e-2),
+    "natural": ("NaturalGradient", 1e-2),
+    "sign": ("SignDescent", 5e-3),
 }
 
 
 @dataclass(frozen=True)
 class Entrant:
-    """An optimizer as the user named it, how to build it for a model, and its default sweep."""
+    """An optimizer as the user named it, and how to build it for a model.
+
+    lr: where a search for the best learning rate begins.
+    two_rates: whether `lr_scale`, for hidden matrices and everything else, is left open.
+    """
 
     spec: str
     build: Callable[..., Optimizer]  # (model, lr, **options)
-    lrs: tuple[float, ...]
+    lr: float
+    two_rates: bool = False
 
 
 def split_specs(text: str) -> list[str]:
@@ -82,21 +85,26 @@ def resolve(spec: str) -> Entrant:
     if "lr" in options:
         value = options["lr"]
         raise ValueError(f"optimizer {spec!r}: lr is no option of an optimizer; give lr={value}")
-    factory, lrs = _built_in(name) if built_in else (load_object(name, "optimizer"), ADAMW_LRS)
+    lr = BUILT_IN[YARDSTICK][1]
+    factory, lr = _built_in(name) if built_in else (load_object(name, "optimizer"), lr)
     if not callable(factory):
         raise ValueError(f"optimizer {spec!r} must be callable, got {type(factory).__name__}")
     if options.get("match_adamw"):
-        lrs = ADAMW_LRS
+        lr = BUILT_IN[YARDSTICK][1]
     parameters = inspect.signature(factory).parameters
     takes_model = next(iter(parameters), "") == "model"
 
     def build(model: nn.Module, lr: float, **changes: Any) -> Optimizer:
         keywords = options | changes
-        if takes_model or not built_in:
-            return factory(model if takes_model else model.parameters(), lr=lr, **keywords)
+        if takes_model:
+            return factory(model, lr=lr, **keywords)
+        if not built_in:
+            if "lr_scale" not in changes:
+                return factory(model.parameters(), lr=lr, **keywords)
+            return factory(_groups(model, lr, keywords.pop("lr_scale")), lr=lr, **keywords)
         # settings that the constructor does not take are those of parameter groups
         only_groups = (GROUP_KEYS | {"match_adamw"}) - parameters.keys()
-        settings = {key: keywords.pop(key) for key in options if key in only_groups}
+        settings = {key: keywords.pop(key) for key in list(keywords) if key in only_groups}
         return factory(isokron.param_groups(model, **settings), lr=lr, **keywords)
 
     try:
@@ -108,7 +116,7 @@ def resolve(spec: str) -> Entrant:
             patterns = [k for k, v in options.items() if isinstance(v, dict) and k in SHARED]
             unnamed = changes if takes_model else {key: SHARED[key] for key in patterns}
             with torch.random.fork_rng(devices=[]):
-                build(nn.Linear(2, 2), lrs[0], **unnamed)
+                build(nn.Linear(2, 2), lr, **unnamed)
             if options.get("fisher", "empirical") != "empirical":
                 raise ValueError("a race makes one backward pass a step; use fisher='empirical'")
         else:
@@ -119,13 +127,22 @@ def resolve(spec: str) -> Entrant:
         raise ValueError(f"optimizer {spec!r} {problem}") from None
     except ValueError as error:
         raise ValueError(f"optimizer {spec!r}: {error}") from None
-    return Entrant(spec, build, lrs)
+    one_rate = takes_model or "lr_scale" in options or options.get("match_adamw")
+    return Entrant(spec, build, lr, two_rates=not one_rate)
 
 
-def _built_in(name: str) -> tuple[Callable[..., Any], tuple[float, ...]]:
+def _groups(model: nn.Module, lr: float, lr_scale: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Groups with a learning rate each, for optimizers that know no `lr_scale`."""
+    params: dict[float, list[nn.Parameter]] = {}
+    for group in isokron.param_groups(model, lr_scale=lr_scale):
+        params.setdefault(group["lr_scale"], []).extend(param for _, param in group["params"])
+    return [{"params": group, "lr": lr * scale} for scale, group in params.items()]
+
+
+def _built_in(name: str) -> tuple[Callable[..., Any], float]:
     if name in BUILT_IN:
-        class_name, lrs = BUILT_IN[name]
-        return getattr(isokron, class_name), lrs
+        class_name, lr = BUILT_IN[name]
+        return getattr(isokron, class_name), lr
     module, dot, attribute = name.rpartition(".")
     close = [f"{module}:{attribute}"] if dot else difflib.get_close_matches(name, BUILT_IN, n=1)
     hint = f"did you mean {close[0]}? " if close else ""

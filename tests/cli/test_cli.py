@@ -61,6 +61,9 @@ def test_tasks_are_listed_one_per_line():
         (["race", "--optimizers", "muon(0.9)"], "options must read"),
         (["race", "--lr", "1e-3,fast"], "'1e-3,fast' is not a list of numbers"),
         (["race", "--steps", "0"], "--steps must be at least 1, got 0"),
+        (["race", "--lr", "adamw=0.005x-10"], "--lr must be positive numbers, got -10.0"),
+        (["race", "--lr", "0.005x"], "write 1e-3,3e-3 or muon=0.01,0.02 or adamw=0.005x10"),
+        (["race", "--optimizers", "muon(lr_scale={'x*':2.0})"], "'x*' matches no trainable"),
         (["race", "--lr", "-1"], "--lr must be positive numbers, got -1.0"),
         (["race", "--lr", "soap=0.1"], "--lr is given for 'soap', which is not in the race"),
     ],
@@ -94,10 +97,10 @@ def test_a_race_prints_the_table_and_the_page_and_refuses_to_overwrite(inside, t
 
 
 def test_repeated_learning_rates_are_joined(inside, tmp_path):
-    more = ["--lr", "0.1", "--optimizers", "sign", "--lr", "sign=0.02", "--lr", "sign=0.04"]
+    more = ["--lr", "0.1x10", "--optimizers", "sign", "--lr", "sign=0.02", "--lr", "sign=0.04"]
     assert inside(*toy_race(*more, "--steps", "2", "--out", "r"))[0] == 0
     rates = json.loads((tmp_path / "r" / "settings.json").read_text())["learning rates"]
-    assert rates == {"adamw": [0.003, 0.01, 0.1], "sign": [0.02, 0.04]}
+    assert rates == {"adamw": [0.003, 0.01, "0.1x10"], "sign": [0.02, 0.04]}
 
 
 def test_learning_rates_can_be_given_per_optimizer(inside, tmp_path):
@@ -105,9 +108,9 @@ def test_learning_rates_can_be_given_per_optimizer(inside, tmp_path):
     assert inside(*toy_race(*more))[0] == 0
     names = sorted(path.name for path in (tmp_path / "r" / "runs").iterdir())
     assert names == [
-        "adamw-lr0.003-seed0.json",
-        "adamw-lr0.01-seed0.json",
-        "sign-lr0.02-seed0.json",
+        "adamw-lr0.003-steps2-seed0.json",
+        "adamw-lr0.01-steps2-seed0.json",
+        "sign-lr0.02-steps2-seed0.json",
     ]
 
 
@@ -156,6 +159,22 @@ def test_a_stopped_race_is_completed_by_resume(how, started_race, called, tmp_pa
     assert "interrupted" not in (tmp_path / "r" / "index.html").read_text()
 
 
+def test_a_killed_search_for_settings_is_completed_by_resume(started_race, called, tmp_path):
+    arguments = ["race", "--task", f"{TOY}:task", "--seeds", "2", "--steps", "100", "--out", "r"]
+    arguments += ["--optimizers", "sign,torch.optim:SGD"]
+    process = started_race(arguments, "sign-*-rest3-*.json")
+    process.kill(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    before = finished_runs(tmp_path)
+    done = called(*arguments, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert "Tuned on the first seed" in done.stdout
+    after = finished_runs(tmp_path)
+    assert {path: after[path] for path in before} == before
+    standings = json.loads((tmp_path / "r" / "race.json").read_text())["standings"]
+    assert all(len(s["tried"]) > 12 and s["setting"] and not s["edge"] for s in standings)
+
+
 # an adamw that hardly moves, so that sign reaches its loss early
 EASY = ["--optimizers", "sign", "--lr", "adamw=1e-5", "--lr", "sign=0.01", "--out", "r"]
 
@@ -197,7 +216,7 @@ def test_shortest_schedules_are_shown_and_may_be_asked_for_later(called, tmp_pat
 
 def test_a_race_killed_in_a_search_loses_that_run_only(started_race, called, tmp_path):
     arguments = toy_race("--steps", "1000", "--shortest", *EASY)
-    process = started_race(arguments, "[!.]*-steps*.json")
+    process = started_race(arguments, "[!.]*-steps???-*.json")
     process.kill(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     before = finished_runs(tmp_path)
@@ -207,7 +226,7 @@ def test_a_race_killed_in_a_search_loses_that_run_only(started_race, called, tmp
     assert {path: after[path] for path in before} == before
     standings = json.loads((tmp_path / "r" / "race.json").read_text())["standings"]
     found = standings[1]["shortest"]["steps"]
-    assert (tmp_path / "r" / "runs" / f"sign-lr0.01-seed0-steps{found}.json") in after
+    assert (tmp_path / "r" / "runs" / f"sign-lr0.01-steps{found}-seed0.json") in after
 
 
 def test_resume_with_other_settings_exits_2_naming_the_difference(inside):

@@ -25,6 +25,7 @@ def make_run():
             "optimizer": optimizer,
             "lr": lr,
             "seed": seed,
+            "steps": 20,
             "status": "finished",
             "message": "",
             "eval_steps": [10 * i for i in range(len(losses))],

@@ -126,7 +126,7 @@ def test_built_in_optimizers_train_every_parameter(name):
 
 def test_match_adamw_is_an_option_with_the_learning_rates_of_adamw() -> None:
     entrant = resolve("muon(match_adamw=True)")
-    assert entrant.lrs == resolve("adamw").lrs
+    assert entrant.lr == resolve("adamw").lr
     (group,) = entrant.build(nn.Sequential(nn.Linear(8, 8, bias=False)), 1e-3).param_groups
     assert group["lr_scale"] == METHOD_MULTIPLE
     with pytest.raises(ValueError, match=r"match_adamw must be True or False, got 0\.5"):

@@ -1,25 +1,21 @@
-"""The order of runs, the growth of sweeps, and races that meet trouble."""
+"""The order of runs, given and tuned learning rates, and races that meet trouble."""
 
 import json
 
 import pytest
 
 from isokron import race
-from isokron.race.race import Race, interleaved, next_lr, write_run
-from isokron.race.results import Standing
+from isokron.race.race import Race, write_run
+from isokron.race.search import quarter
 
 
-@pytest.mark.parametrize(
-    ("best", "following"), [(1.0, 3.0), (0.1, 0.0333), (0.3, None), (None, 0.0333)]
-)
-def test_a_sweep_grows_beyond_the_edge_its_best_lies_at(best, following):
-    assert next_lr(Standing("adamw", [0.1, 0.3, 1.0], best)) == following
-
-
-def test_runs_are_interleaved_by_seed_then_position_then_optimizer():
-    jobs = [key[:3] for key in interleaved({"adamw": [1, 2], "muon": [3, 4]}, seeds=2)]
-    once = [("adamw", 1), ("muon", 3), ("adamw", 2), ("muon", 4)]
-    assert jobs == [(*job, seed) for seed in (0, 1) for job in once]
+def test_runs_are_interleaved_by_seed_then_position_then_optimizer(task):
+    stages = []
+    lrs = {"adamw": [0.01, 0.02], "sign": [0.03, 0.04]}
+    race.run(task, ["sign"], steps=2, seeds=2, lrs=lrs, progress=lambda *call: stages.append(call))
+    jobs = [stage.split(", ")[1:] for stage, done, total, _ in stages if done == 1]
+    once = [["adamw", "lr 0.01"], ["sign", "lr 0.03"], ["adamw", "lr 0.02"], ["sign", "lr 0.04"]]
+    assert jobs == [[*job, f"seed {seed}"] for seed in (0, 1) for job in once]
 
 
 def test_adamw_is_added_first(task):
@@ -27,15 +23,34 @@ def test_adamw_is_added_first(task):
     assert ready.settings["optimizers"] == ["adamw", "muon"]
 
 
-def test_default_sweeps_grow_at_most_twice_and_given_ones_never(task):
-    # far too few steps to learn: the largest learning rate tried is always best
+def test_given_learning_rates_are_all_that_is_tried_with_all_seeds(task):
     spec = "torch.optim:SGD"
-    result = race.run(task, [spec], steps=2, seeds=1, lrs={"adamw": [1e-3, 3e-3]})
-    adamw, sgd = result.standings
-    assert adamw.lrs == [1e-3, 3e-3]
-    assert adamw.edge
-    assert sgd.lrs == [3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 9e-2]
-    assert sgd.best_lr == 9e-2
+    lrs = {"adamw": [1e-3, (3e-3, 10)], spec: [0.1, (0.01, 3)]}
+    result = race.run(task, [spec], steps=4, seeds=2, lrs=lrs)
+    tried = [[(str(t.setting), t.steps, t.seeds) for t in s.tried] for s in result.standings]
+    assert sorted(tried[0]) == [("0.001", 4, 2), ("0.003, rest × 10", 4, 2)]
+    assert sorted(tried[1]) == [("0.01, rest × 3", 4, 2), ("0.1", 4, 2)]
+    assert result.settings["learning rates"] == {
+        "adamw": [0.001, "0.003x10"],
+        spec: ["0.01x3", 0.1],
+    }
+    assert result.probes == []
+
+
+def test_by_default_all_are_tuned_and_the_best_gets_all_seeds(task):
+    two_rates = ["adamw", "torch.optim:AdamW"]
+    one_rate = ["soap(match_adamw=True)", "toy:whole_model", "natural"]
+    result = race.run(task, [*two_rates, *one_rate], steps=12, seeds=2)
+    for s in result.standings:
+        ratios = {trial.setting.ratio for trial in s.tried}
+        assert ratios == ({1, 3, 10} if s.optimizer in two_rates else {1}), s.optimizer
+        assert [trial.setting for trial in s.tried if trial.seeds == 2] == [s.setting]
+        assert not s.edge
+        assert {trial.steps for trial in s.tried} == {quarter(12), 12}
+    # of AdamW also weight decay and β₂; only the race's own
+    choices = [{(t.setting.decay, t.setting.beta2) for t in s.tried} for s in result.standings]
+    assert [len(values) for values in choices] == [6, 1, 1, 1, 1]
+    assert not result.searched
 
 
 def test_a_diverging_optimizer_is_shown_and_not_dropped(task):
@@ -44,16 +59,16 @@ def test_a_diverging_optimizer_is_shown_and_not_dropped(task):
     result = race.run(task, [spec], steps=8, seeds=1, lrs=lrs)
     assert [run.status for run in result.runs_of(spec)] == ["finished", "diverged"]
     assert result.standings[1].diverged == 1
-    assert result.standings[1].best_lr == 0.01
+    assert result.standings[1].setting.lr == 0.01
 
 
 def test_a_failing_optimizer_is_reported_and_the_race_goes_on(task):
     result = race.run(task, ["toy:Raises", "muon"], steps=5, seeds=2, lrs=[0.01])
     adamw, raises, muon = result.standings
     assert raises.failure == "RuntimeError: no <more> steps"
-    assert raises.best_lr is None
+    assert raises.setting is None
     assert [run.status for run in result.runs_of("toy:Raises")] == ["failed", "failed"]
-    assert adamw.best_lr == muon.best_lr == 0.01
+    assert adamw.setting.lr == muon.setting.lr == 0.01
 
 
 @pytest.mark.parametrize(
@@ -64,11 +79,28 @@ def test_a_failing_optimizer_is_reported_and_the_race_goes_on(task):
         ({"lrs": [0.1, -1]}, "lr must be positive numbers, got -1"),
         ({"lrs": []}, "lr must be positive numbers, got none"),
         ({"lrs": {"soap": [0.1]}}, "'soap', which is not in the race"),
+        ({"lrs": [(0.1, 0)]}, "lr must be positive numbers, got 0"),
+        (
+            {"optimizers": ["natural"], "lrs": [(0.1, 3)]},
+            "lr gives 'natural' two learning rates, .* it takes the model",
+        ),
+        (
+            {"optimizers": ["soap(lr_scale={'0.*':2.0})", "muon(lr_scale={'9.*':2.0})"]},
+            r"optimizer \"muon.*lr_scale pattern '9\.\*' matches no trainable parameter",
+        ),
+        (
+            {"optimizers": ["muon(lr_scale={'matrices':-1.0})"]},
+            r"optimizer \"muon.*lr_scale must be .* got lr_scale=-1\.0",
+        ),
+        (
+            {"optimizers": ["muon(lr_scale=0)"]},
+            r"optimizer 'muon.lr_scale=0.': .*lr_scale must be .* got lr_scale=0",
+        ),
     ],
 )
 def test_wrong_arguments_are_named(task, arguments, message):
     with pytest.raises(ValueError, match=message):
-        race.run(task, ["adamw"], **arguments)
+        race.run(task, **({"optimizers": ["adamw"]} | arguments))
 
 
 def test_an_interrupted_race_carries_what_was_finished(task, tmp_path):

@@ -38,12 +38,12 @@ def test_a_learning_rate_with_one_diverged_seed_is_never_best(make_run):
         make_run(lr=0.3, seed=1, losses=(3,), status="diverged"),
     ]
     (standing,) = standings(runs, seeds=2)
-    assert (standing.best_lr, standing.final) == (0.1, pytest.approx(1.1))
+    assert (standing.setting.lr, standing.final) == (0.1, pytest.approx(1.1))
 
 
 def test_no_learning_rate_is_best_if_all_diverged(make_run):
     (standing,) = standings([make_run(lr=lr, status="diverged") for lr in (0.1, 0.3)])
-    assert (standing.best_lr, standing.diverged) == (None, 2)
+    assert (standing.setting, standing.diverged) == (None, 2)
 
 
 def test_reaching_is_measured_against_adamws_final_loss(make_run):
@@ -69,15 +69,15 @@ def test_reaching_is_measured_against_adamws_final_loss(make_run):
 def test_edge_is_flagged_only_at_the_ends_of_the_sweep(make_run):
     runs = [make_run(lr=lr, losses=(3, loss)) for lr, loss in ((0.1, 2), (0.3, 1), (1.0, 2))]
     (standing,) = standings(runs)
-    assert (standing.best_lr, standing.edge) == (0.3, False)
+    assert (standing.setting.lr, standing.edge) == (0.3, False)
     (standing,) = standings(runs[:2])
-    assert (standing.best_lr, standing.edge) == (0.3, True)
+    assert (standing.setting.lr, standing.edge) == (0.3, True)
 
 
 def test_learning_rates_that_lack_seeds_are_not_compared(make_run):
     runs = [make_run(seed=0), make_run(seed=1), make_run(lr=0.3, seed=0, losses=(3, 0.1))]
     (standing,) = standings(runs, seeds=2)
-    assert standing.best_lr == 0.1
+    assert standing.setting.lr == 0.1
 
 
 def test_winner_is_the_lowest_final_loss_and_none_without_finishers(make_run):

@@ -27,11 +27,13 @@ def test_a_race_leaves_all_its_files(task, tmp_path):
     reports = {"race.json", "index.html", "loss.svg"}
     assert names == {"runs", "settings.json", *reports}
     runs = sorted(path.name for path in (tmp_path / "new" / "race" / "runs").iterdir())
-    assert runs == [f"{o}-lr{lr}-seed0.json" for o in ("adamw", "muon") for lr in (0.003, 0.01)]
+    assert runs == [
+        f"{o}-lr{lr}-steps4-seed0.json" for o in ("adamw", "muon") for lr in (0.003, 0.01)
+    ]
 
 
 def test_a_run_survives_the_disk_unchanged(make_run, tmp_path):
-    run = make_run(lr=1 / 3, losses=(3.0, 0.1 + 0.2), sample="a\nb")
+    run = make_run(lr=1 / 3, ratio=3, beta2=0.95, losses=(3.0, 0.1 + 0.2), sample="a\nb")
     with race_folder(tmp_path, {}, resume=False):
         write_run(tmp_path, run)
     assert read_runs(tmp_path) == [run]
@@ -40,18 +42,18 @@ def test_a_run_survives_the_disk_unchanged(make_run, tmp_path):
 def test_resume_reuses_finished_runs_to_the_byte(task, tmp_path):
     first = small(task, tmp_path)
     before = contents(tmp_path / "runs")
-    (tmp_path / "runs" / "muon-lr0.01-seed0.json").unlink()
+    (tmp_path / "runs" / "muon-lr0.01-steps4-seed0.json").unlink()
     second = small(task, tmp_path, resume=True)
     after = contents(tmp_path / "runs")
     assert after.keys() == before.keys()
-    del after["muon-lr0.01-seed0.json"], before["muon-lr0.01-seed0.json"]
+    del after["muon-lr0.01-steps4-seed0.json"], before["muon-lr0.01-steps4-seed0.json"]
     assert after == before
     assert [s.final for s in second.standings] == [s.final for s in first.standings]
 
 
 def test_failed_runs_are_tried_again(make_run, task, tmp_path):
     small(task, tmp_path)
-    write_run(tmp_path, make_run("muon", lr=0.01, status="failed", message="was broken"))
+    write_run(tmp_path, make_run("muon", lr=0.01, steps=4, status="failed", message="was broken"))
     assert small(task, tmp_path, resume=True).standings[1].failure == ""
 
 
@@ -80,7 +82,7 @@ def test_other_peoples_files_are_never_mixed_with(task, tmp_path):
 def test_leftover_temporary_files_do_no_harm(task, tmp_path):
     (tmp_path / ".settings.json.123.tmp").write_text("{")
     small(task, tmp_path)
-    (tmp_path / "runs" / ".muon-lr0.01-seed0.json.123.tmp").write_text('{"optim')
+    (tmp_path / "runs" / ".muon-lr0.01-steps4-seed0.json.123.tmp").write_text('{"optim')
     assert len(small(task, tmp_path, resume=True).runs) == 4
 
 

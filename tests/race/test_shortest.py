@@ -24,13 +24,14 @@ def made_up(monkeypatch, make_run):
     def install(needed, diverging=()):
         trained = []
 
-        def train(task, entrant, lr, seed, steps, on_step):
+        def train(task, entrant, setting, seed, steps, on_step):
             trained.append((entrant.spec, seed, steps))
             on_step(steps, 1.0)
             final = GOAL if entrant.spec == "adamw" else needed / steps
             slow = {"optimizer_seconds": 0.030} if entrant.spec == QUICK else {}
             bad = {"status": "diverged"} if (entrant.spec, seed, steps) in diverging else {}
-            return make_run(entrant.spec, lr, seed, (3.0, final), **slow, **bad)
+            losses = (3.0, final)
+            return make_run(entrant.spec, setting.lr, seed, losses, steps=steps, **slow, **bad)
 
         monkeypatch.setattr(training, "train", train)
         return trained
@@ -47,7 +48,7 @@ def test_bisection_finds_the_first_that_reaches_in_at_most_five_probes(task, mad
     made_up(needed)
     result = shortest_of(task, steps=20)
     assert result.standings[1].shortest.steps == needed
-    lengths = [run.schedule for run in result.probes]
+    lengths = [run.steps for run in result.probes]
     assert len(lengths) == len(set(lengths)) <= 5
     assert needed == 20 or needed in lengths  # what is told was trained
 
@@ -65,7 +66,7 @@ def test_the_shortest_schedule_is_the_first_of_the_lengths_that_reaches(
     assert result.standings[1].schedules.get(steps, needed / 100) == pytest.approx(needed / steps)
     assert (QUICK, 0, steps) in trained
     assert len(result.runs) == 2
-    assert [run.schedule for run in result.probes] == [n for _, _, n in trained[2:]]
+    assert [run.steps for run in result.probes] == [n for _, _, n in trained[2:]]
 
 
 def test_time_is_that_of_the_same_steps_in_the_race(task, made_up):
@@ -126,11 +127,11 @@ def test_results_are_told_in_table_page_and_json(task, made_up, tmp_path):
     assert "on a schedule of 50 steps, 0.50× AdamW's, in 1.67× its time" in sentences(result)[0]
     html = (tmp_path / "index.html").read_text()
     assert "<td>50 steps (0.50×)</td>" in html
-    assert "<td>45 steps</td><td>1.1111</td><td>not reached</td>" in html
+    assert "<td>45 steps</td><td>2</td><td>1.1111</td><td>not reached</td>" in html
     found = json.loads((tmp_path / "race.json").read_text())
     assert found["standings"][1]["shortest"]["steps"] == 50
     assert len(found["runs"]) == 4
-    assert {run["schedule"] for run in found["probes"]} >= {45, 50}
+    assert {run["steps"] for run in found["probes"]} >= {45, 50}
 
 
 def real(task, out, **more):
@@ -141,7 +142,7 @@ def real(task, out, **more):
 
 def outcome(result):
     found = result.standings[1].shortest
-    finals = {(run.schedule, run.seed): run.final for run in result.probes}
+    finals = {(run.steps, run.seed): run.final for run in result.probes}
     return found.steps, found.share, finals
 
 
@@ -150,10 +151,10 @@ def test_a_probe_is_a_run_on_a_schedule_of_its_own_length(task):
     found = result.standings[1].shortest
     assert 1 <= found.steps < 12
     for run in result.probes:
-        alone = training.train(task, resolve("muon"), 0.1, run.seed, run.schedule)
-        assert run.eval_steps[-1] == len(run.train_losses) == run.schedule
+        alone = training.train(task, resolve("muon"), 0.1, run.seed, run.steps)
+        assert run.eval_steps[-1] == len(run.train_losses) == run.steps
         assert run.train_losses == alone.train_losses
-    at_end = [run.final for run in result.probes if run.schedule == found.steps]
+    at_end = [run.final for run in result.probes if run.steps == found.steps]
     assert math.fsum(at_end) / 2 <= result.standings[0].final
 
 
@@ -201,17 +202,16 @@ def test_a_race_run_without_it_can_be_resumed_with_it_and_back(task, tmp_path):
 def test_a_probe_that_fails_is_a_miss_and_is_tried_again(task, tmp_path, monkeypatch, seeds):
     whole = training.train
 
-    def fails_when_short(task, entrant, lr, seed, steps, on_step):
-        run = whole(
-            task, resolve("toy:Raises") if steps == 6 else entrant, lr, seed, steps, on_step
-        )
+    def fails_when_short(task, entrant, setting, seed, steps, on_step):
+        broken = resolve("toy:Raises") if steps == 6 else entrant
+        run = whole(task, broken, setting, seed, steps, on_step)
         run.optimizer = entrant.spec
         return run
 
     monkeypatch.setattr(training, "train", fails_when_short)
     failed = real(task, tmp_path, seeds=seeds)
     assert failed.standings[1].shortest.steps > 6
-    assert [run.status for run in failed.probes if run.schedule == 6] == ["failed"] * seeds
+    assert [run.status for run in failed.probes if run.steps == 6] == ["failed"] * seeds
     assert "muon failed in 6 steps: RuntimeError" in page(failed)
     monkeypatch.setattr(training, "train", whole)
     repaired = real(task, tmp_path, seeds=seeds, resume=True)

@@ -55,7 +55,7 @@ def test_a_narrow_terminal_gets_a_column_per_optimizer_and_whole_words(result):
 @pytest.mark.parametrize("width", [40, 80, 120, 250])
 def test_shortest_schedules_fit_any_terminal(make_run, width):
     runs = (make_run("adamw"), make_run("muon", losses=(3.0, 1.0, 0.5)))
-    probes = [make_run("muon", losses=(3, 10 / n), schedule=n) for n in range(1, 20)]
+    probes = [make_run("muon", losses=(3, 10 / n), steps=n) for n in range(1, 20)]
     result = result_of(*runs, *probes)
     lines = printed(result, width)
     assert max(map(len, lines)) <= width

@@ -10,7 +10,7 @@ from isokron.race.train import optimizer_bytes, train
 
 
 def test_a_run_learns_and_records_every_step(task):
-    run = train(task, resolve("torch.optim:AdamW"), lr=0.03, seed=0, steps=40)
+    run = train(task, resolve("torch.optim:AdamW"), 0.03, seed=0, steps=40)
     assert run.status == "finished"
     assert run.final < 0.7 * run.eval_losses[0]
     assert len(run.train_losses) == 40
@@ -54,7 +54,7 @@ def test_the_callers_random_state_is_left_alone(task):
 
 
 def test_an_enormous_learning_rate_is_told_as_divergence(task):
-    run = train(task, resolve("torch.optim:SGD"), lr=1e6, seed=0, steps=20)
+    run = train(task, resolve("torch.optim:SGD"), 1e6, seed=0, steps=20)
     assert run.status == "diverged"
     assert run.final == float("inf")
     assert "rose from" in run.message or "became" in run.message

@@ -13,8 +13,8 @@ from isokron.report.render import add_link_
 
 TASK = "speeches-tiny"
 STEPS = 150
-# three values around the best of each, from full sweeps with `isokron race`
-RATES = {"adamw": "1e-3,3e-3,1e-2", "muon": "1e-2,3e-2,1e-1", "soap": "1e-2,3e-2,1e-1"}
+# three values around the best of each; AdamW with a rate of its own for all but hidden matrices
+RATES = {"adamw": "2.5e-3x10,5e-3x10,1e-2x10", "muon": "1e-2,3e-2,1e-1", "soap": "1e-2,3e-2,1e-1"}
 # training examples and steps of the explained model, and a query
 EXAMPLES, LEARNED = 2000, 600
 TEXT = "Fellow-Citizens of the Senate and House of Representatives"

@@ -17,7 +17,7 @@ STEPS = (
     "Train this many steps first, since an untrained model's curvature says little. "
     "Default: 200, or 0 with --weights."
 )
-LR = "Learning rate for --steps. Default: the middle of the optimizer's sweep in a race."
+LR = "Learning rate for --steps. Default: where a race begins its search."
 OPTIMIZER = "Optimizer for --steps, as in a race; the page shows its statistics."
 WEIGHTS = "Safetensors file with all of the model's weights."
 LAYERS = "Patterns of layer names, such as 'blocks.*'. May be repeated. Default: all layers."

@@ -15,6 +15,7 @@ from isokron.report.render import visible
 
 if TYPE_CHECKING:
     from isokron.race import Result
+    from isokron.race.race import Rate
 
 TASK = "Built-in task (see: isokron tasks), module:function or file.py:function."
 OPTIMIZERS = (
@@ -22,9 +23,11 @@ OPTIMIZERS = (
     "module:name, with options in parentheses: muon(momentum=0.9), torch.optim:SGD(momentum=0.9)."
 )
 RATES = (
-    "Learning rates of all optimizers (1e-3,3e-3) or of one (muon=0.01,0.02). May be repeated. "
-    "Default: each optimizer's own sweep, extended while its best value is at an edge."
+    "Learning rates of all optimizers (1e-3,3e-3) or of one (muon=0.01,0.02). 0.005x10: 0.005 for "
+    "hidden matrices, 10 times that for everything else. May be repeated. Default: all optimizers "
+    "are tuned in the same way, with both rates."
 )
+SEEDS = "Runs with the best setting of each optimizer or, with --lr, with each learning rate."
 SHORTEST = "Also find the shortest schedule with which each optimizer reaches adamw's final loss."
 OUT = "New folder for the results. Default: runs/race-<task>."
 
@@ -34,12 +37,12 @@ def race(
     optimizers: Annotated[str, typer.Option(help=OPTIMIZERS, metavar="LIST")] = "adamw,muon",
     lr: Annotated[list[str] | None, typer.Option(help=RATES, metavar="RATES")] = None,
     steps: Annotated[int, typer.Option(help="Training steps per run.")] = 300,
-    seeds: Annotated[int, typer.Option(help="Runs per learning rate.")] = 2,
+    seeds: Annotated[int, typer.Option(help=SEEDS)] = 2,
     shortest: Annotated[bool, typer.Option("--shortest", help=SHORTEST)] = False,
     out: Annotated[Path | None, typer.Option(help=OUT)] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the race in --out.")] = False,
 ) -> None:
-    """Compare optimizers: same weights, same batches, each at its best learning rate.
+    """Compare optimizers: same weights, same batches, each with its best setting.
 
     Shows a table and writes a page with the curves. adamw always takes part for comparison.
 
@@ -67,17 +70,20 @@ def race(
         raise typer.Exit(1)
 
 
-def parse_rates(texts: Sequence[str]) -> dict[str, list[float]] | None:
+def parse_rates(texts: Sequence[str]) -> dict[str, list[Rate]] | None:
     """Learning rates from `a,b` (all optimizers) and `name=a,b` (one); None without any."""
     from isokron.race.race import EVERY
 
-    rates: dict[str, list[float]] = {}
+    rates: dict[str, list[Rate]] = {}
     for text in texts:
         name, _, numbers = text.rpartition("=")
         try:
-            rates.setdefault(name or EVERY, []).extend(map(float, numbers.split(",")))
+            pairs = [[float(n) for n in number.split("x", 1)] for number in numbers.split(",")]
+            rates.setdefault(name or EVERY, []).extend(
+                (p[0], p[-1]) if p[1:] else p[0] for p in pairs
+            )
         except ValueError:
-            remedy = "write 1e-3,3e-3 or muon=0.01,0.02"
+            remedy = "write 1e-3,3e-3 or muon=0.01,0.02 or adamw=0.005x10"
             raise ValueError(f"--lr {text!r} is not a list of numbers; {remedy}") from None
     return rates or None
 

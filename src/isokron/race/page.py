@@ -8,7 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from isokron.files import write_atomically
-from isokron.race.results import Result, Standing, mean_curve, mean_finals
+from isokron.race.results import TUNED, Result, Standing, Trial, mean_curve, trials
+from isokron.race.search import quarter
 from isokron.report import render
 from isokron.report.charts import COLOURS, Line, Mark, Plot, standalone
 from isokron.report.render import MISSING, finite, health_row, memory
@@ -38,7 +39,7 @@ def as_json(result: Result) -> str:
 def page(result: Result) -> str:
     """The page as one self-contained HTML file."""
     winner = result.winner
-    runs = result.runs_of(winner.optimizer, winner.best_lr) if winner is not None else []
+    runs = result.runs_of(winner.optimizer, winner.setting) if winner is not None else []
     head, *rows = table(result)
     return render.render(
         "race.html",
@@ -50,8 +51,9 @@ def page(result: Result) -> str:
         rows=[(i % COLOURS, row) for i, row in enumerate(rows)],
         plots=(loss_plot(result, "step"), loss_plot(result, "time"), learning_rates(result)),
         samples=[run.sample for run in runs if run.sample],
+        standings=result.standings,
         goal=result.goal,
-        tried=[(s, s.schedules) for s in result.standings],
+        tuned=is_tuned(result),
         health=health(result),
         bad=[run for run in (*result.runs, *result.probes) if run.status != "finished"],
     )
@@ -59,7 +61,14 @@ def page(result: Result) -> str:
 
 def sentences(result: Result) -> list[str]:
     """A sentence on the result, one on the setting, then notes on the table."""
-    return render.render("race.txt", result=result, s=result.settings).strip().split("\n")
+    tuned = is_tuned(result)
+    text = render.render("race.txt", result=result, s=result.settings, tuned=tuned)
+    return text.strip().split("\n")
+
+
+def is_tuned(result: Result) -> bool:
+    """Whether the learning rates of any optimizer were left to the race."""
+    return TUNED in result.settings.get("learning rates", {}).values()
 
 
 def table(result: Result) -> list[list[str]]:
@@ -70,12 +79,12 @@ def table(result: Result) -> list[list[str]]:
 
 def _row(s: Standing, result: Result) -> dict[str, str]:
     """Column → text; there are columns for shortest schedules only if they were searched."""
-    runs = result.runs_of(s.optimizer)
+    count = sum(trial.seeds for trial in s.tried)
     missed = MISSING if result.goal is None else "not reached"
     seconds = (s.model_seconds, s.optimizer_seconds)
     row = {
         "optimizer": s.optimizer,
-        "best lr": f"{s.best_lr or 0.0:g}" + (" (edge)" if s.edge else ""),
+        "best lr": f"{s.setting}" + (" (edge)" if s.edge else ""),
         "final loss": f"{s.final:.4f}" + (f" ± {s.spread:.4f}" if s.spread is not None else ""),
         "best loss": f"{s.best:.4f}",
         "steps to AdamW's loss": _ratio(s.steps_to_reach, s.fewer_steps, "", "fewer") or missed,
@@ -83,22 +92,22 @@ def _row(s: Standing, result: Result) -> dict[str, str]:
         **(_shortest_cells(s, result) if result.searched else {}),
         "step, ms: model + optimizer": " + ".join(f"{1e3 * value:.1f}" for value in seconds),
         "optimizer memory": memory(s.optimizer_bytes),
-        "diverged": f"{s.diverged} of {len(runs)} runs" if s.diverged else "none",
+        "diverged": f"{s.diverged} of {count} runs" if s.diverged else "none",
     }
-    # without a best learning rate there are no numbers, only the outcome
-    if s.best_lr is None:
-        tried = len(runs) and s.diverged == len(runs)
-        state = "failed" if s.failure else "diverged" if tried else "not finished"
+    # without a best setting there are no numbers, only the outcome
+    if s.setting is None:
+        diverged = count and s.diverged == count
+        state = "failed" if s.failure else "diverged" if diverged else "not finished"
         unknown = [column for column in row if column not in ("optimizer", "diverged")]
         row |= dict.fromkeys(unknown, MISSING) | {"final loss": state}
     return row
 
 
 def health(result: Result) -> list[list[str]]:
-    """Statistics after the last step of each optimizer at its best learning rate, first seed."""
+    """Statistics after the last step of each optimizer with its best setting, first seed."""
     rows = []
     for s in result.standings:
-        runs = result.runs_of(s.optimizer, s.best_lr) if s.best_lr is not None else []
+        runs = result.runs_of(s.optimizer, s.setting) if s.setting is not None else []
         if runs and runs[0].statistics:
             rows.append(health_row(s.optimizer, runs[0].statistics))
     return rows
@@ -133,13 +142,13 @@ def _shortest_cells(s: Standing, result: Result) -> dict[str, str]:
 
 
 def loss_plot(result: Result, by: str) -> Plot:
-    """Evaluation loss by "step" or "time" (steps × time of a step), at the best learning rates."""
-    finishers = [s for s in result.standings if s.best_lr is not None]
+    """Evaluation loss by "step" or "time" (steps × time of a step), with the best settings."""
+    finishers = [s for s in result.standings if s.setting is not None]
     lines = []
     # AdamW's dashed line is drawn last, on top of the others; thin lines are below all means
     for s in reversed(finishers):
         colour = result.standings.index(s)
-        runs = result.runs_of(s.optimizer, s.best_lr)
+        runs = result.runs_of(s.optimizer, s.setting)
         single = [(run.eval_steps, run.eval_losses) for run in runs if len(runs) > 1]
         unit = 1.0 if by == "step" else s.step_seconds
         for i, curve in enumerate([mean_curve(runs), *single]):
@@ -152,12 +161,12 @@ def loss_plot(result: Result, by: str) -> Plot:
     high = max((max(curve[math.ceil(SETTLED * len(curve)) :]) for curve in losses), default=1.0)
     log = _wide([low, high])
     margin = (high / low) ** 0.06 if log else 0.06 * (high - low) or 0.5
-    ends = [f"{s.optimizer} ends at {s.final:.4f} with learning rate {s.best_lr:g}"
+    ends = [f"{s.optimizer} ends at {s.final:.4f} with learning rate {s.setting}"
             for s in finishers]  # fmt: skip
     return Plot(
         f"by-{by}",
         f"Evaluation loss by training {by}",
-        f"Each optimizer at its best learning rate: {', '.join(ends) or 'none has finished'}. "
+        f"Each optimizer with its best setting: {', '.join(ends) or 'none has finished'}. "
         "Thick lines are means, thin ones single seeds, the dotted line is AdamW's final loss.",
         "step" if by == "step" else "seconds of training",
         result.settings["unit"],
@@ -169,23 +178,29 @@ def loss_plot(result: Result, by: str) -> Plot:
 
 
 def learning_rates(result: Result) -> Plot:
-    """Final loss against learning rate; a cross at the top where a seed diverged."""
+    """Final loss against learning rate; a cross at the top where no choice with it finished."""
     lines, marks = [], []
+    full = result.settings["steps"]
     for colour, s in enumerate(result.standings):
-        losses = mean_finals(result.runs_of(s.optimizer), "lr", result.settings["seeds"])
-        points = [(lr, loss) for lr, loss in losses.items() if math.isfinite(loss)]
-        lines.append(Line(s.optimizer, colour, points))
-        for lr, loss in losses.items():
-            statuses = {run.status for run in result.runs_of(s.optimizer, lr)}
-            trouble = "failed" if "failed" in statuses else "diverged"
-            height, text = (loss, f"{loss:.4f}") if math.isfinite(loss) else (None, trouble)
-            title = f"{s.optimizer}, lr {lr:g}: {text}"
-            marks.append(Mark(colour, lr, height, title, lr == s.best_lr))
+        # only with the race's length, and with the length at which settings are compared first
+        for steps in {full, quarter(full)}:
+            best = _best_by_rate(s, steps, result)
+            points = [(lr, t.loss) for lr, t in sorted(best.items()) if math.isfinite(t.loss)]
+            lines.append(Line(s.optimizer, colour, points, thin=steps != full))
+            for lr, trial in best.items():
+                ended = math.isfinite(trial.loss)
+                text = f"{trial.loss:.4f}" if ended else "failed" if s.failure else "diverged"
+                title = f"{s.optimizer}, {trial.setting}, {steps} steps: {text}"
+                ring = steps == full and trial.setting == s.setting
+                marks.append(Mark(colour, lr, trial.loss if ended else None, title, ring))
+    lines.sort(key=lambda line: not line.thin)
     return Plot(
         "sweep",
         "Final loss by learning rate",
-        "Mean final evaluation loss over seeds for every learning rate tried. "
-        "A ring marks the best one of each optimizer, a cross at the top a diverged run.",
+        "Final evaluation loss by the learning rate of hidden matrices, with the best of the other "
+        "choices tried at that rate: of tuned optimizers on the first seed, otherwise mean over "
+        "seeds. Thick lines have all steps, thin ones a quarter of them. A ring marks the best "
+        "setting of each optimizer, a cross at the top a rate with which no run finished.",
         "learning rate",
         result.settings["unit"],
         lines,
@@ -193,6 +208,17 @@ def learning_rates(result: Result) -> Plot:
         x_log=True,
         y_log=_wide([mark.y for mark in marks if mark.y is not None]),
     )
+
+
+def _best_by_rate(s: Standing, steps: int, result: Result) -> dict[float, Trial]:
+    """Of the settings of each learning rate the one with the lowest loss, or the best of all."""
+    tried = s.tried
+    if result.settings.get("learning rates", {}).get(s.optimizer) == TUNED:
+        runs = (*result.runs, *result.probes)
+        tried = trials(run for run in runs if run.optimizer == s.optimizer and run.seed == 0)
+    # the last one of a rate counts
+    tried = sorted(tried, key=lambda trial: (trial.setting == s.setting, -trial.loss))
+    return {trial.setting.lr: trial for trial in tried if trial.steps == steps}
 
 
 def _wide(values: list[float]) -> bool:

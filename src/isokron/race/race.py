@@ -8,7 +8,7 @@ import os
 import platform
 import re
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import zip_longest
@@ -16,25 +16,25 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from torch import nn
 
 from isokron._version import __version__
 from isokron.files import check_free, check_same, lock, read_json, write_json
-from isokron.optimizers_by_name import YARDSTICK, resolve
+from isokron.optimizers_by_name import YARDSTICK, Entrant, parse_spec, resolve
 from isokron.race import train
 from isokron.race.page import write_reports
-from isokron.race.results import Result, Run, Standing, summarize
+from isokron.race.results import TUNED, Result, Run, summarize
+from isokron.race.search import Key, Plans, Setting, search_for
 from isokron.tasks import Task, load
 from isokron.training import Progress, digest, make_model, silent
 
 EVERY = "*"  # in a mapping of learning rates: all optimizers not named
-EXTENSIONS = 2  # of a sweep whose best learning rate lies at an edge
-FACTOR = 3.0  # between learning rates of an extended sweep
 SETTINGS, RUNS = "settings.json", "runs"
 NEW_FOLDER = "give a new folder"
 
-# a run: optimizer, learning rate, seed, and steps of a shorter schedule than the race's
-Key: TypeAlias = tuple[str, float, int, int | None]
-Rates: TypeAlias = Sequence[float] | Mapping[str, Sequence[float]] | None
+# (0.005, 10): 0.005 for hidden matrices, 10 times that for everything else
+Rate: TypeAlias = float | tuple[float, float]
+Rates: TypeAlias = Sequence[Rate] | Mapping[str, Sequence[Rate]] | None
 
 
 def run(
@@ -55,9 +55,10 @@ def run(
         task: a Task, or its name as for `isokron race --task`.
         optimizers: built-in names, or `module:name`, with options in parentheses.
         steps: training steps per run.
-        seeds: runs per learning rate.
-        lrs: learning rates for all, or optimizer → learning rates ("*" for the others). By default
-            each optimizer has its own sweep, extended while its best value lies at an edge.
+        seeds: runs of the best setting of each optimizer or, where `lrs` are given, of each rate.
+        lrs: learning rates for all, or optimizer → learning rates ("*" for the others); (0.005, 10)
+            is 0.005 for hidden matrices and 10 times that for everything else. By default all are
+            tuned in the same way; see docs/race.md.
         shortest: also find the shortest schedule with which each optimizer reaches AdamW's loss.
         out: folder for the files and the page; None writes none.
         resume: continue the race in `out`.
@@ -93,11 +94,13 @@ class Race:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         specs = list(dict.fromkeys([YARDSTICK, *optimizers]))
         self.entrants = {spec: resolve(spec) for spec in specs}
-        rates = _rates(lrs, specs)
+        # settings that the user gave; all other optimizers are tuned
+        self.grids = _grids(lrs, self.entrants)
         self.task = task = task if isinstance(task, Task) else load(task)
         # not among the settings: a race may be resumed with or without this search
         self.shortest = shortest
         model = make_model(task, 0)
+        check_options(model, self.entrants)
         tensors = [*task.train.tensors, *task.held_out.tensors, *model.state_dict().values()]
         self.settings: dict[str, Any] = {
             "task": task.name,
@@ -105,8 +108,7 @@ class Race:
             "steps": steps,
             "seeds": seeds,
             "optimizers": specs,
-            "learning rates": {s: rates.get(s, list(self.entrants[s].lrs)) for s in specs},
-            "sweep may grow": sorted(set(specs) - rates.keys()),
+            "learning rates": {spec: texts(grid) or TUNED for spec, grid in self.grids.items()},
             "schedule": "linear warm-up over the first tenth, then cosine to 0",
             "batch size": task.batch_size,
             "parameters": sum(p.numel() for p in model.parameters()),
@@ -126,7 +128,7 @@ class Race:
         """
         # failed runs are repeated, since the optimizer may have been fixed
         saved = [run for run in read_runs(folder) if run.status != "failed"]
-        done: dict[Key, Run] = {(r.optimizer, r.lr, r.seed, r.schedule): r for r in saved}
+        done: dict[Key, Run] = {(run.setting, run.steps, run.seed): run for run in saved}
         total, complete = 0, False
         try:
             for keys, why in self._rounds(done):
@@ -146,63 +148,85 @@ class Race:
         return result
 
     def _train(self, key: Key, number: str, progress: Progress) -> Run:
-        optimizer, lr, seed, schedule = key
-        steps = schedule or self.settings["steps"]
-        length = "" if schedule is None else f", {steps} steps"
-        stage = f"{number}, {optimizer}, lr {lr:g}, seed {seed}{length}"
+        setting, steps, seed = key
+        length = "" if steps == self.settings["steps"] else f", {steps} steps"
+        stage = f"{number}, {setting.name}, lr {setting}, seed {seed}{length}"
 
         def on_step(step: int, loss: float) -> None:
             progress(stage, step, steps, f"training loss {loss:.4g}")
 
-        run = train.train(self.task, self.entrants[optimizer], lr, seed, steps, on_step)
-        run.schedule = schedule
+        run = train.train(self.task, self.entrants[setting.name], setting, seed, steps, on_step)
         count = len(run.train_losses)
         final = f"final loss {run.final:.4f}" if run.status == "finished" else run.status
         progress(stage, count, count, final)
         return run
 
-    def _rounds(self, done: Mapping[Key, Run]) -> Iterator[tuple[Iterable[Key], str]]:
-        """Runs to train, with a reason: sweeps, their extensions, then shorter schedules."""
-        seeds = self.settings["seeds"]
-        sweeps = {spec: list(lrs) for spec, lrs in self.settings["learning rates"].items()}
-        yield interleaved(sweeps, seeds), ""
-        for _ in range(EXTENSIONS):
-            # without runs of later extensions, which a resumed race may have on disk
-            runs = [run for run in done.values() if run.lr in sweeps[run.optimizer]]
-            extended = {
-                s.optimizer: [lr]
-                for s in summarize(self.settings, runs).standings
-                if s.optimizer in self.settings["sweep may grow"] and (lr := next_lr(s))
-            }
-            for spec, lrs in extended.items():
-                sweeps[spec] += lrs
-            yield interleaved(extended, seeds), "the best learning rate is at an edge of the sweep"
+    def _rounds(self, done: Mapping[Key, Run]) -> Iterator[tuple[list[Key], str]]:
+        """Runs to train, with a reason: tuning and further seeds, then shorter schedules."""
+        steps, seeds = self.settings["steps"], self.settings["seeds"]
+
+        def loss(*key: Any) -> float:
+            return math.nan if done[key].status == "failed" else done[key].final
+
+        plans: list[Plans] = []
+        for spec, grid in self.grids.items():
+            given = [(setting, steps, seed) for seed in range(seeds) for setting in grid]
+            search = search_for(self.entrants[spec], steps, seeds, loss)
+            plans.append(iter([given]) if grid else search.plans())
+        why = ""
+        while any(batch := [next(plan, []) for plan in plans]):
+            # optimizers take turns, so that a slow phase of the machine affects all of them
+            yield [key for turn in zip_longest(*batch) for key in turn if key], why
+            why = "looking for the best settings"
         while self.shortest:
             standings = summarize(self.settings, done.values(), searched=True).standings
             keys = [
-                (s.optimizer, s.best_lr or 0.0, seed, s.untried[(len(s.untried) - 1) // 2])
+                (s.setting, s.untried[(len(s.untried) - 1) // 2], seed)
                 for seed in range(seeds)
                 for s in standings
-                if s.untried
+                if s.setting and s.untried
             ]
             if not keys:
                 return
             yield keys, "looking for the shortest schedule"
 
 
-def _rates(lrs: Rates, specs: Collection[str]) -> dict[str, list[float]]:
-    """Optimizer → its learning rates, for optimizers that were given any."""
+def _grids(lrs: Rates, entrants: Mapping[str, Entrant]) -> dict[str, list[Setting]]:
+    """Optimizer → the settings that the user gave, in ascending order; [] for none."""
     named = {} if lrs is None else dict(lrs) if isinstance(lrs, Mapping) else {EVERY: lrs}
     for spec, rates in named.items():
-        if spec not in (EVERY, *specs):
-            present = f"in the race are {', '.join(specs)}"
+        if spec not in (EVERY, *entrants):
+            present = f"in the race are {', '.join(entrants)}"
             raise ValueError(f"lr is given for {spec!r}, which is not in the race; {present}")
-        wrong = [lr for lr in rates if not (lr > 0 and math.isfinite(lr))]
+        numbers = [n for rate in rates for n in (rate if isinstance(rate, tuple) else (rate,))]
+        wrong = [number for number in numbers if not (number > 0 and math.isfinite(number))]
         if wrong or not rates:
             value = wrong[0] if wrong else "none"
             raise ValueError(f"lr must be positive numbers, got {value}; write 1e-3,3e-3")
-    chosen = {spec: named.get(spec, named.get(EVERY, ())) for spec in specs}
-    return {spec: sorted(set(rates)) for spec, rates in chosen.items() if rates}
+    grids = {}
+    for spec, entrant in entrants.items():
+        rates = named.get(spec, named.get(EVERY, ()))
+        pairs = {rate if isinstance(rate, tuple) else (rate, 1) for rate in rates}
+        grids[spec] = [Setting(spec, lr, ratio) for lr, ratio in sorted(pairs)]
+        if not entrant.two_rates and any(ratio != 1 for _, ratio in pairs):
+            problem = "has one learning rate: it takes the model, or has lr_scale or match_adamw"
+            raise ValueError(f"lr gives {spec!r} two learning rates, but it {problem}; give one")
+    return grids
+
+
+def texts(grid: Iterable[Setting]) -> list[float | str]:
+    """Learning rates as they are written on the command line."""
+    return [s.lr if s.ratio == 1 else f"{s.lr}x{s.ratio:g}" for s in grid]
+
+
+def check_options(model: nn.Module, entrants: Mapping[str, Entrant]) -> None:
+    """Refuse options of isokron's optimizers that do not fit the model, such as patterns."""
+    for spec, entrant in entrants.items():
+        if ":" not in parse_spec(spec)[0]:
+            try:
+                entrant.build(model, entrant.lr)
+            except ValueError as error:
+                raise ValueError(f"optimizer {spec!r}: {error}") from None
 
 
 def machine() -> str:
@@ -213,23 +237,6 @@ def machine() -> str:
         models = [line for line in info.read_text().splitlines() if line.startswith("model name")]
         name = models[0].partition(":")[2].strip() if models else name
     return f"{name}, {os.cpu_count()} cores, {platform.system()}"
-
-
-def interleaved(sweeps: Mapping[str, Sequence[float]], seeds: int) -> Iterator[Key]:
-    """Runs by seed, then by position in the sweep, then by optimizer."""
-    # optimizers take turns, so that a slow phase of the machine affects all of them
-    for seed in range(seeds):
-        for lrs in zip_longest(*sweeps.values()):
-            yield from ((s, lr, seed, None) for s, lr in zip(sweeps, lrs, strict=True) if lr)
-
-
-def next_lr(standing: Standing) -> float | None:
-    """The learning rate beyond the edge of the sweep at which the best lies, or None."""
-    lrs, best = standing.lrs, standing.best_lr
-    # if all diverged, a smaller one
-    if best is None or best == lrs[0]:
-        return None if standing.failure else float(f"{lrs[0] / FACTOR:.3g}")
-    return float(f"{lrs[-1] * FACTOR:.3g}") if best == lrs[-1] else None
 
 
 def slug(text: str, limit: int = 60) -> str:
@@ -276,9 +283,12 @@ def race_folder(folder: Path, settings: Mapping[str, Any], resume: bool) -> Iter
 
 
 def write_run(folder: Path, run: Run) -> None:
-    length = "" if run.schedule is None else f"-steps{run.schedule}"
-    name = f"{slug(run.optimizer)}-lr{run.lr!r}-seed{run.seed}{length}.json"
-    write_json(folder / RUNS / name, asdict(run))
+    parts = {"lr": run.lr, "rest": run.ratio, "beta2": run.beta2, "decay": run.decay}
+    usual = {"rest": 1, "beta2": None, "decay": None}
+    parts = {name: value for name, value in parts.items() if value != usual.get(name)}
+    parts |= {"steps": run.steps, "seed": run.seed}
+    name = "-".join([slug(run.optimizer), *(f"{key}{value!r}" for key, value in parts.items())])
+    write_json(folder / RUNS / f"{name}.json", asdict(run))
 
 
 def read_runs(folder: Path) -> list[Run]:

@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from isokron.race.search import Setting, quarter
+
+TUNED = "tuned"  # in settings, for an optimizer whose learning rates were not given
 PARTS = 20  # shorter schedules are tried in twentieths of the race's steps
 
 
@@ -16,7 +19,8 @@ PARTS = 20  # shorter schedules are tried in twentieths of the race's steps
 class Run:
     """One training run.
 
-    schedule: steps of a shorter schedule, in the search for the shortest; None for the race's.
+    lr, ratio, decay, beta2: as in `Setting`.
+    steps: length of the schedule, the race's or shorter.
     weights, batches: digests of the initial weights and of the batches in order.
     status: "finished", "diverged" (loss not finite or far above the start) or "failed".
     eval_steps, eval_losses: the evaluation curve, from step 0 to where the run ended.
@@ -27,7 +31,10 @@ class Run:
     optimizer: str
     lr: float
     seed: int
-    schedule: int | None = None
+    steps: int
+    ratio: float = 1
+    decay: float | None = None
+    beta2: float | None = None
     weights: str = ""
     batches: str = ""
     status: str = "finished"
@@ -42,9 +49,23 @@ class Run:
     statistics: list[dict[str, Any]] = field(default_factory=list)
 
     @property
+    def setting(self) -> Setting:
+        return Setting(self.optimizer, self.lr, self.ratio, self.decay, self.beta2)
+
+    @property
     def final(self) -> float:
         """Evaluation loss after the last step; infinite if the run did not finish."""
         return self.eval_losses[-1] if self.status == "finished" else math.inf
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The runs of a setting on one schedule; loss: their mean, infinite if one did not finish."""
+
+    setting: Setting
+    steps: int
+    seeds: int
+    loss: float
 
 
 @dataclass(frozen=True)
@@ -59,20 +80,21 @@ class Shortest:
 
 @dataclass
 class Standing:
-    """One optimizer's result, at its best learning rate.
+    """One optimizer's result, with its best setting.
 
+    tried: everything that was run; setting: the best at full length, None if none has finished.
     final, spread: mean and standard deviation over seeds of the final evaluation loss.
     steps_to_reach, seconds_to_reach: where the mean curve first meets AdamW's final loss.
     fewer_steps, less_time: AdamW's own steps and seconds to that loss, divided by these.
     edge: the best learning rate is the lowest or highest tried, so it may not be the best.
-    schedules: steps of the shorter schedules tried → mean final loss.
+    schedules: steps of the shorter schedules tried with the best setting → mean final loss.
     untried: lengths that remain in the search for the shortest schedule.
     shortest: None for AdamW, and if not searched, not found yet or never reached.
     """
 
     optimizer: str
-    lrs: list[float]
-    best_lr: float | None = None
+    tried: list[Trial]
+    setting: Setting | None = None
     edge: bool = False
     final: float = math.inf
     spread: float | None = None
@@ -99,7 +121,7 @@ class Standing:
 class Result:
     """A race: its settings, all runs, and one standing per optimizer, that of AdamW first.
 
-    probes: runs on shorter schedules, not in `runs`. searched: whether they were requested.
+    probes: runs on shorter schedules, not in `runs`. searched: whether the shortest was asked for.
     """
 
     settings: Mapping[str, Any]
@@ -121,23 +143,19 @@ class Result:
         final = self.standings[0].final
         return final if math.isfinite(final) else None
 
-    def runs_of(self, optimizer: str, lr: float | None = None) -> list[Run]:
-        """Runs of one optimizer, at one learning rate or at all, by learning rate and seed."""
-        chosen = [r for r in self.runs if r.optimizer == optimizer and lr in (None, r.lr)]
+    def runs_of(self, optimizer: str, setting: Setting | None = None) -> list[Run]:
+        """Runs of full length of one optimizer, with one setting or all, by seed."""
+        chosen = [r for r in self.runs if r.optimizer == optimizer and setting in (None, r.setting)]
         return sorted(chosen, key=lambda run: (run.lr, run.seed))
 
 
-def mean_finals(runs: Iterable[Run], by: str, seeds: int) -> dict[Any, float]:
-    """Mean final loss by "lr" or "schedule", in ascending order; infinite if a seed diverged."""
-    groups: dict[Any, list[float]] = {}
+def trials(runs: Iterable[Run]) -> list[Trial]:
+    """Runs by setting and steps: the longest schedules first, then the lowest losses."""
+    finals: dict[tuple[Setting, int], list[float]] = {}
     for run in runs:
-        groups.setdefault(getattr(run, by), []).append(run.final)
-    # only complete groups: an interrupted race may lack seeds, and means would not compare
-    return {
-        value: statistics.fmean(finals)
-        for value, finals in sorted(groups.items())
-        if len(finals) == seeds
-    }
+        finals.setdefault((run.setting, run.steps), []).append(run.final)
+    tried = [Trial(*key, len(values), statistics.fmean(values)) for key, values in finals.items()]
+    return sorted(tried, key=lambda trial: (-trial.steps, trial.loss, str(trial.setting)))
 
 
 def mean_curve(runs: Sequence[Run]) -> tuple[list[int], list[float]]:
@@ -162,44 +180,47 @@ def summarize(
     complete: bool = True,
     searched: bool = False,
 ) -> Result:
-    """The result of these runs: each optimizer at its best learning rate, compared with AdamW."""
-    probes = [run for run in runs if run.schedule is not None]
-    race_runs = [run for run in runs if run.schedule is None]
-    # earlier searches are shown, asked for or not
-    result = Result(settings, race_runs, probes, complete, searched or bool(probes))
+    """The result of these runs: each optimizer with its best setting, compared with AdamW."""
+    steps = settings["steps"]
+    probes = [run for run in runs if run.steps != steps]
+    race_runs = [run for run in runs if run.steps == steps]
+    # earlier searches are shown, asked for or not; tuning needs a quarter of the steps only
+    searched |= any(run.steps != quarter(steps) for run in probes)
+    result = Result(settings, race_runs, probes, complete, searched)
     result.standings = [_standing(name, result) for name in settings["optimizers"]]
     # AdamW comes first: the others are compared with its steps to its final loss
     adamw = result.standings[0]
     for s in result.standings:
-        if s.best_lr is not None and adamw.best_lr is not None:
+        if s.setting is not None and adamw.setting is not None:
             _compare_(s, adamw, result)
             if result.searched and s is not adamw and s.final <= adamw.final:
-                _search_(s, adamw, settings["steps"])
+                _search_(s, adamw, steps)
     return result
 
 
 def _standing(name: str, result: Result) -> Standing:
-    runs, seeds = result.runs_of(name), result.settings["seeds"]
-    lrs = sorted({run.lr for run in runs})
+    steps, seeds = result.settings["steps"], result.settings["seeds"]
+    runs = [run for run in (*result.runs, *result.probes) if run.optimizer == name]
+    tried = trials(runs)
     diverged = sum(run.status == "diverged" for run in runs)
     failure = next((run.message for run in runs if run.status == "failed"), "")
-    finals = mean_finals(runs, "lr", seeds)
-    lr = min(
-        (lr for lr in finals if math.isfinite(finals[lr])), key=finals.__getitem__, default=None
-    )
-    if lr is None:
-        return Standing(name, lrs, diverged=diverged, failure=failure)
-    best = result.runs_of(name, lr)
-    # a step takes the same time at every learning rate, and other load only adds to it, so the
+    # only with all seeds: an interrupted race may lack some, and means would not compare
+    complete = [trial for trial in tried if trial.seeds == seeds]
+    finished = [t for t in complete if t.steps == steps and math.isfinite(t.loss)]
+    if not finished:
+        return Standing(name, tried, diverged=diverged, failure=failure)
+    setting, final = finished[0].setting, finished[0].loss
+    best = result.runs_of(name, setting)
+    # a step takes the same time with every setting, and other load only adds to it, so the
     # minimum over runs is the best estimate
-    timed = [run for run in runs if run.status == "finished"]
-    probes = [run for run in result.probes if (run.optimizer, run.lr) == (name, lr)]
+    timed = [run for run in result.runs_of(name) if run.status == "finished"]
+    rates = [trial.setting.lr for trial in tried if trial.setting.ratio == setting.ratio]
     return Standing(
         name,
-        lrs,
-        best_lr=lr,
-        edge=lr in (min(lrs), max(lrs)),
-        final=finals[lr],
+        tried,
+        setting,
+        edge=setting.lr in (min(rates), max(rates)),
+        final=final,
         spread=statistics.stdev(run.final for run in best) if seeds > 1 else None,
         best=min(mean_curve(best)[1]),
         model_seconds=min(run.model_seconds for run in timed),
@@ -207,13 +228,13 @@ def _standing(name: str, result: Result) -> Standing:
         optimizer_bytes=best[0].optimizer_bytes,
         diverged=diverged,
         failure=failure,
-        schedules=mean_finals(probes, "schedule", seeds),
+        schedules={t.steps: t.loss for t in complete if t.setting == setting and t.steps < steps},
     )
 
 
 def _compare_(s: Standing, adamw: Standing, result: Result) -> None:
     """Set the steps and seconds to AdamW's final loss."""
-    curve = mean_curve(result.runs_of(s.optimizer, s.best_lr))
+    curve = mean_curve(result.runs_of(s.optimizer, s.setting))
     steps = s.steps_to_reach = first_crossing(*curve, adamw.final)
     if steps is not None:
         s.seconds_to_reach = steps * s.step_seconds

@@ -1,4 +1,4 @@
-"""One training run: a task, an optimizer, a learning rate and a seed."""
+"""One training run: a task, an optimizer, a setting and a seed."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from isokron.optimizers_by_name import Entrant
 from isokron.race.results import Run
+from isokron.race.search import Setting
 from isokron.tasks import Task
 from isokron.training import batch_order, digest, evaluation_loss, warmup_cosine
 
@@ -38,22 +39,28 @@ def evaluation_steps(steps: int, evaluations: int = EVALUATIONS) -> list[int]:
 def train(
     task: Task,
     entrant: Entrant,
-    lr: float,
+    setting: Setting | float,
     seed: int,
     steps: int,
     on_step: OnStep = lambda step, loss: None,
     warmup: float = 0.1,
     evaluations: int = EVALUATIONS,
 ) -> Run:
-    """Train once. Weights and batches depend on the seed, not on the optimizer."""
+    """Train once. Weights and batches depend on the seed, not on the optimizer.
+
+    setting: a number is a learning rate for all parameters.
+    """
+    if not isinstance(setting, Setting):
+        setting = Setting(entrant.spec, setting)
+    tuned = (setting.ratio, setting.decay, setting.beta2)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = task.model()
         order = batch_order(len(task.train), task.batch_size, steps, seed)
         weights, batches = digest(model.state_dict().values()), digest([order])
-        run = Run(entrant.spec, lr, seed, weights=weights, batches=batches)
+        run = Run(entrant.spec, setting.lr, seed, steps, *tuned, weights=weights, batches=batches)
         try:
-            optimizer = _guarded(entrant.build, model, lr)
+            optimizer = _guarded(entrant.build, model, setting.lr, **setting.options)
             torch.manual_seed(seed)  # dropout must not depend on the optimizer's constructor
             evaluated = evaluation_steps(steps, evaluations)
             _train_(run, task, model, optimizer, order, evaluated, on_step, warmup)
@@ -131,10 +138,10 @@ def _evaluate(run: Run, task: Task, model: nn.Module, step: int) -> None:
         raise FloatingPointError(f"evaluation loss rose {rise}")
 
 
-def _guarded(function: Callable[..., Any], *arguments: Any) -> Any:
+def _guarded(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """Call the optimizer; its errors become `Failed`, except FloatingPointError (divergence)."""
     try:
-        return function(*arguments)
+        return function(*arguments, **options)
     except FloatingPointError:
         raise
     except Exception as error:
