@@ -112,7 +112,9 @@ if not TYPE_CHECKING:  # so that a type checker still sees which names there are
         if name in _HOMES:
             return getattr(importlib.import_module(_HOMES[name]), name)
         alike = [other for other in __all__ if other.lower() == name.lower()]
-        hint = f"did you mean {alike[0]}?" if alike else f"it has {', '.join(__all__)}"
+        _, text = importlib.import_module("isokron.names").hint("isokron", name, ())
+        hint = f"here: {text}" if text else f"it has {', '.join(__all__)}"
+        hint = f"did you mean {alike[0]}?" if alike and not text else hint
         raise AttributeError(f"module 'isokron' has no attribute {name!r}; {hint}")
 
 

@@ -72,7 +72,7 @@ def optimizer_of(config: dict[str, Any], params: list[nn.Parameter]) -> torch.op
         shared = ("lr", "weight_decay", "use_bias_correction")
         ours = {"momentum": ours["betas"][0]} | {k: ours[k] for k in shared if k in ours}
     elif kind.startswith("SpectralDescent"):
-        ours["route"] = "spectral"
+        ours |= {"route": "spectral", "scale": None}
     elif kind.startswith("EigenvalueCorrected"):
         make = isokron.SOAP
         ours |= {"eps": ours.pop("damping"), "basis": "eigh", "variances": "kept"}

@@ -1,15 +1,14 @@
 """Checks of what an Attributor is called with: its keywords, folder, model, data and loss."""
 
 import functools
-import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor, nn
 
 from isokron.curvature.losses import CrossEntropy, Likelihood, Loss
+from isokron.names import answered
 from isokron.tasks import Task
 
 P = ParamSpec("P")
@@ -18,25 +17,11 @@ Ids = Sequence[str]
 Lengths = Sequence[int] | None
 
 
-def suggest_keywords(init: Callable[P, None]) -> Callable[P, None]:
-    """Decorate a constructor: an error for an unknown keyword says what to write instead."""
-    takes = list(inspect.signature(init).parameters)[1:]
-
-    @functools.wraps(init)
-    def checked(*args: P.args, **keywords: P.kwargs) -> None:
-        for name in keywords:
-            if name not in takes:
-                alike = get_close_matches(name, takes, 1)
-                hint = f"did you mean {alike[0]!r}?" if alike else f"it takes {', '.join(takes)}"
-                who = type(args[0]).__name__
-                raise TypeError(f"{who} got an unexpected keyword argument {name!r}; {hint}")
-        init(*args, **keywords)
-
-    return checked
-
-
 def plain_numbers(method: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a method: numbers of numpy are numbers of Python, as in the files of a run."""
+    """Decorate a method: numbers of numpy are numbers of Python, as in the files of a run.
+
+    Unknown keywords are answered, by `isokron.names`.
+    """
 
     def plain(value: Any) -> Any:
         is_number = getattr(value, "shape", None) == () and hasattr(value, "item")
@@ -47,7 +32,7 @@ def plain_numbers(method: Callable[P, R]) -> Callable[P, R]:
         keyed: Any = {name: plain(value) for name, value in keywords.items()}
         return method(args[0], *map(plain, args[1:]), **keyed)  # type: ignore[arg-type]
 
-    return called
+    return answered(called)
 
 
 def check_folder(folder: Any, model: Any) -> None:

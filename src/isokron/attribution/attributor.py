@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from isokron.attribution.arguments import check_folder, plain_numbers, suggest_keywords, with_task
+from isokron.attribution.arguments import check_folder, plain_numbers, with_task
 from isokron.attribution.bad_examples import finite_pairs, without_bad
 from isokron.attribution.data import Data, Subject, show_example, spread, to_device
 from isokron.attribution.fingerprint import Fingerprints
@@ -85,7 +85,6 @@ class Attributor:
         progress: called with the stage, the examples done and their number.
     """
 
-    @suggest_keywords
     @plain_numbers
     def __init__(
         self,

@@ -122,6 +122,8 @@ def main() -> NoReturn:
         commands: Any = typer.main.get_command(app)
         # errors of the library name arguments: translate them to options
         called = commands.commands.get(arguments[0])
-        options = {} if called is None else {p.name: p.opts[0] for p in called.params}
+        options = {name: name for name in commands.commands}
+        if called is not None:
+            options = {p.name: p.opts[0] for p in called.params}
         code = process.report(error, options)
     process.leave(code)

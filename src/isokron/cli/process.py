@@ -15,6 +15,7 @@ import typer
 
 from isokron.cli.encoding import echo
 from isokron.files import FULL
+from isokron.names import hint
 
 if TYPE_CHECKING:
     from isokron.distributed import Ranks
@@ -95,6 +96,7 @@ def report(error: Exception, options: Mapping[str, str]) -> int:
         raise cause
     if hasattr(cause, "format_message"):  # typer's; its class has moved between versions
         message = cause.format_message().replace("Value error, ", "")
+        message = message.rstrip(".") + other_name(message, options)
     elif str(cause) and isinstance(cause, (ValueError, ImportError, OSError, FloatingPointError)):
         message = named_options(str(cause), options) + _place(cause)
     else:
@@ -103,6 +105,18 @@ def report(error: Exception, options: Mapping[str, str]) -> int:
     # a full disk and a package that is not installed are no wrong call
     full = isinstance(cause, OSError) and cause.errno in FULL
     return 1 if full or isinstance(error, FailedWork) or isinstance(cause, ImportError) else 2
+
+
+def other_name(message: str, options: Mapping[str, str]) -> str:
+    """What an option or command of another library, which there is none of here, is called."""
+    match = re.search(r"No such (?:option|command):? '?-*([\w.-]+)", message)
+    if match is None:
+        return ""
+    name = match[1].rpartition(".")[2].replace("-", "_")
+    settings, text = hint("isokron", name, options, 1.0)
+    for setting in settings:
+        text = text.replace(repr(setting), options[setting])
+    return f"; {text}" if text else ""
 
 
 def named_options(message: str, options: Mapping[str, str]) -> str:

@@ -20,6 +20,7 @@ from isokron.digest import weights_digest
 from isokron.distributed.process_group import Ranks
 from isokron.distributed.rank_tasks import gather, share, together
 from isokron.linalg import eigh, halved, unhalve_
+from isokron.names import answered
 
 METHODS = ("kfac", "ekfac", "tkfac", "shampoo")
 FISHERS = ("empirical", "sampled", "exact")
@@ -29,6 +30,7 @@ MAX_TERMS = 8192  # of which gradients are kept in place of an output side
 WORKSPACE = 8  # copies of the largest matrix in a Cholesky inverse or an eigendecomposition
 
 
+@answered
 def fit(
     model: nn.Module,
     batches: Iterable[Any],

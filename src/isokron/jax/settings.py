@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from isokron.names import unknown_keyword
 from isokron.white_kron import GROWTH_LIMIT
 
 
@@ -208,7 +209,8 @@ def settle(
     allowed = {*named, *kind.__annotations__}
     for name in shared:
         if name not in allowed:
-            raise TypeError(f"{optimizer} has no setting {name!r}; it has {sorted(allowed)}")
+            outer = ("learning_rate", "weight_decay", "weight_decay_mask")
+            raise TypeError(unknown_keyword(optimizer, name, {*allowed, *outer}))
     settings = {
         name: value.value if isinstance(value, Static) else value
         for name, value in {**DEFAULTS, **named, **shared}.items()

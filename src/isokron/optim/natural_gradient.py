@@ -22,6 +22,7 @@ from isokron.distributed import TIMEOUT, Ranks, process_count, ranks_of
 from isokron.distributed.rank_tasks import together
 from isokron.linalg import sent
 from isokron.linalg.precision import full_precision
+from isokron.names import answered
 from isokron.optim.adamw import AdamW
 from isokron.optim.checkpoint import asks_for_state, saved_groups
 from isokron.optim.checkpoint_header import checked, format_of, not_finite
@@ -88,6 +89,7 @@ class NaturalGradient(torch.optim.Optimizer):
     step_error = ""
 
     @without_switches
+    @answered
     def __init__(
         self,
         model: nn.Module,

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from isokron.block_layout import is_matrix, split_sizes
+from isokron.names import unknown_keyword
 from isokron.optim.lr_transfer import METHOD_MULTIPLE, REST_MULTIPLE, read_base_shapes
 from isokron.optim.param_kinds import find_kinds, find_parts, layer_weights
-from isokron.optim.settings import GROUP_KEYS, RULES, SHARED, param_name, require, unknown_keyword
+from isokron.optim.settings import GROUP_KEYS, RULES, SHARED, param_name, require
 from isokron.optim.wrapped_models import named_parameters, unwrapped
 
 if TYPE_CHECKING:

@@ -1,16 +1,16 @@
-"""Settings of parameter groups: defaults, rules, and the names that other libraries use."""
+"""Settings of parameter groups: defaults and rules."""
 
-import difflib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any, Literal, ParamSpec
 
 import torch
 from torch import Tensor
 
+from isokron import names
 from isokron.block_layout import split_sizes
 from isokron.distributed import is_flat_shard, is_sharded, sharded_mesh_dims
 from isokron.optim.spectral import SCALES
@@ -99,47 +99,6 @@ FACTOR_SETTINGS: dict[str, Any] = {
 
 # Changing these needs no new layout of blocks and state; schedules and torch write some of them.
 NO_LAYOUT = {"params", "param_names", "name", "lr", "initial_lr", "max_lr", "peak_lr", "mode"}
-
-# Names here → names in other libraries. Of several names here, the one an optimizer has is meant.
-PEERS_BY_NAME: dict[tuple[str, ...], str] = {
-    ("lr",): "learning_rate",
-    ("betas",): "beta1 beta2",
-    ("momentum",): "b1 momentum_decay",
-    ("damping", "eps"): "epsilon",
-    ("every",): "precondition_frequency preconditioning_frequency update_freq "
-    "preconditioning_compute_steps preconditioner_update_freq",
-    ("start",): "start_preconditioning_step",
-    ("factor_beta",): "shampoo_beta",
-    ("factor_dtype",): "preconditioner_dtype factor_matrix_dtype",
-    ("exponent",): "exponent_override inv_root_override",
-    ("vectors",): "precondition_1d",
-    ("max_dim", "max_size_dense"): "max_precond_dim max_preconditioner_dim",
-    ("max_size_dense",): "max_size_triangular",
-    ("max_dim",): "block_size",
-    ("graft",): "grafting_config grafting_type graft_type",
-    ("nesterov",): "use_nesterov",
-    ("use_bias_correction",): "correct_bias",
-    ("normalize",): "normalize_grads",
-    ("steps",): "ns_steps",
-    ("coefficients",): "ns_coefficients",
-    ("scale",): "adjust_lr_fn",
-    ("decay",): "use_decoupled_weight_decay decoupled_weight_decay weight_decouple "
-    "weight_decay_type",
-    ("factor_dtype", "state_dtype"): "storage_dtype",
-    ("order",): "merge_dims",
-    ("average",): "iterate_averaging_config",
-}
-PEERS = {peer: names for names, peers in PEERS_BY_NAME.items() for peer in peers.split()}
-# Arguments of param_groups, and names in other libraries that no setting here stands for.
-NOT_SETTINGS = {
-    "base_shapes": "write isokron.param_groups(model, base_shapes=narrow)",
-    "match_adamw": "write isokron.param_groups(model, match_adamw=True)",
-    "warmup_steps": "warm lr up by a scheduler of torch.optim.lr_scheduler",
-    "gradient_clipping": "call torch.nn.utils.clip_grad_norm_ before the step",
-    "cautious_weight_decay": "isokron has none",
-    "weight_decay_mask": "give groups with other weight_decay",
-    "beta3": "isokron has none",
-}
 
 SWITCHES = ("fused", "foreach")  # of torch's optimizers; no number depends on them
 
@@ -261,7 +220,8 @@ def checked_keywords(
         def checked(*args: P.args, **keywords: P.kwargs) -> None:
             for name in keywords:
                 if name not in (*takes, *SWITCHES, "params"):
-                    raise TypeError(unknown_keyword(type(args[0]).__name__, name, takes, valid))
+                    who = type(args[0]).__name__
+                    raise TypeError(names.unknown_keyword(who, name, takes, valid))
             without_switches(init)(*args, **keywords)
 
         checked.group_settings = only_groups  # type: ignore[attr-defined]
@@ -276,32 +236,6 @@ def keywords_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name not in others}
 
 
-def unknown_keyword(who: str, name: str, takes: Iterable[str], valid: Iterable[str]) -> str:
-    """The error for a keyword that is not taken; settings that are valid and not taken are keys of
-    parameter groups."""
-    alike = [name] if name in valid else similar(name, valid, 0.75)
-    hint = "" if alike == [name] else f" did you mean {' or '.join(map(repr, alike))}?"
-    if name in NOT_SETTINGS:
-        hint = f" {NOT_SETTINGS[name]}"
-    elif not alike:
-        hint = f" it takes {', '.join(sorted(takes))}"
-    elif not set(alike) & set(takes):
-        hint += (
-            f" {'Put' if hint else 'put'} it into the parameter group: "
-            f"isokron.param_groups(model, {alike[0]}=…) or {{'params': …, {alike[0]!r}: …}}"
-        )
-    return f"{who} got an unexpected keyword argument {name!r};{hint}"
-
-
-def similar(name: str, valid: Iterable[str], cutoff: float) -> list[str]:
-    """The valid settings that a name is likely to stand for."""
-    names = sorted(valid)
-    # a name of another library is not misspelt, and what looks like it is another setting
-    if name in PEERS or name in NOT_SETTINGS:
-        return [setting for setting in PEERS.get(name, ()) if setting in names]
-    return difflib.get_close_matches(name, names, n=1, cutoff=cutoff)
-
-
 def check_settings(optimizer: type, settings: Mapping[str, Any]) -> None:
     """Refuse unknown settings that a constructor with `**settings` has passed on."""
     constructors = [vars(cls)["__init__"] for cls in optimizer.__mro__ if "__init__" in vars(cls)]
@@ -314,21 +248,22 @@ def check_settings(optimizer: type, settings: Mapping[str, Any]) -> None:
         valid |= {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
     for name in settings:
         if name not in valid:
-            raise TypeError(unknown_keyword(optimizer.__name__, name, valid, valid))
+            raise TypeError(names.unknown_keyword(optimizer.__name__, name, valid, valid))
 
 
-def check_spelling(optimizer: str, keys: Iterable[str], valid: Iterable[str]) -> None:
-    """Refuse group keys that would do nothing: misspelt, of a peer or of another optimizer."""
+def check_spelling(optimizer: str, keys: Iterable[str], valid: Collection[str]) -> None:
+    """Refuse group keys that are misspelt, of another library or of another optimizer.
+
+    What else users keep in their groups is left alone.
+    """
     for key in keys:
-        if key in valid or key in ("params", "param_names"):
+        if key in valid or key in (*SWITCHES, "params", "param_names"):
             continue
-        alike = similar(key, valid, 0.85)
-        hint = f"did you mean {' or '.join(map(repr, alike))}?" if alike else ""
-        hint = NOT_SETTINGS.get(key, hint)
-        if not alike and key in GROUP_KEYS - SHARED.keys():
-            hint = "it is a setting of another optimizer"
-        if hint:
-            raise ValueError(f"{optimizer}: unknown key {key!r} in a parameter group; {hint}")
+        _, text = names.hint(optimizer, key, valid, 0.85)
+        if not text and key in GROUP_KEYS - SHARED.keys():
+            text = "it is a setting of another optimizer"
+        if text:
+            raise ValueError(f"{optimizer}: unknown key {key!r} in a parameter group; {text}")
 
 
 # Values of settings.
