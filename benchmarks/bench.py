@@ -70,7 +70,7 @@ SCRIPTS = (
     Script("language_models", needs="downloads of SmolLM2-135M and stories15M"),
     Script("planted_facts", ("runs/planted_facts",), needs="gguf; a download of SmolLM2-135M"),
     Script("label_noise", needs="a download of CIFAR-10N; cleanlab"),
-    Script("tuned_races", needs="downloads of enwik8 and CIFAR-10"),
+    Script("tuned_races", ("run", "time", "table"), needs="downloads of enwik8 and CIFAR-10"),
     Script(
         "long_races",
         ("run", "time", "adamw", "table"),
