@@ -56,6 +56,11 @@ def batch(step: int) -> Tensor:
     return torch.randint(19, (EXAMPLES, 7), generator=generator)
 
 
+def groups_of(net: nn.Module) -> list[dict[str, Any]]:
+    """With two learning rates."""
+    return isokron.param_groups(net, lr_scale={"matrices": 1.0, "*": 2.0})
+
+
 def train(net: nn.Module, optimizer: Any, rank: int, ranks: int) -> None:
     for step in range(STEPS):
         own = batch(step).chunk(ranks)[rank]
@@ -79,7 +84,7 @@ def chosen(ranks: int) -> list[Case]:
 @cache
 def one_process(number: int) -> list[Tensor]:
     net, case = model(), CHOSEN[number]
-    train(net, case.make(isokron.param_groups(net), **settings(case.name)), 0, 1)
+    train(net, case.make(groups_of(net), **settings(case.name)), 0, 1)
     return [p.detach() for p in net.parameters()]
 
 
@@ -97,7 +102,7 @@ def wrapped(kind: str) -> list[list[Tensor]]:
                 fully_shard(part)
         else:
             outer = DistributedDataParallel(net)
-        optimizer = case.make(isokron.param_groups(net), **settings(case.name))
+        optimizer = case.make(groups_of(net), **settings(case.name))
         if kind == "ddp":
             optimizer.distribute()
         train(outer, optimizer, dist.get_rank(), dist.get_world_size())

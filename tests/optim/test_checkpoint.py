@@ -382,6 +382,24 @@ def test_other_defaults_do_not_alter_a_resumed_run(case: Case) -> None:
     assert equal(model, twin)
 
 
+@pytest.mark.parametrize("make", [isokron.AdamW, isokron.SOAP])
+@pytest.mark.parametrize("match_adamw", [False, True])
+def test_a_resumed_run_keeps_its_multiples(make: Any, match_adamw: bool) -> None:
+    def build(model: Any, multiple: float, match_adamw: bool = False) -> Any:
+        scale = {} if match_adamw else {"lr_scale": {"out.weight": multiple}}
+        return make(isokron.param_groups(model, match_adamw=match_adamw, **scale))
+
+    model = net()
+    optimizer = build(model, 8.0, match_adamw)
+    train(model, optimizer, range(3))
+    twin = copy.deepcopy(model)
+    resumed = build(twin, 2.0)
+    resumed.load_state_dict(saved(optimizer))
+    train(model, optimizer, range(3, 5))
+    train(twin, resumed, range(3, 5))
+    assert equal(model, twin)
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @every_case
 def test_an_entry_that_is_not_finite_is_refused_by_name(case: Case, value: float) -> None:

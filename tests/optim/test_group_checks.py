@@ -26,6 +26,44 @@ def test_the_callers_tensor_is_the_learning_rate_of_every_group(case: Case) -> N
     assert equal(model, before)
 
 
+TWO_RATES = {"conv.*": 1.0, "*": 4.0}
+
+
+def cosine(optimizer: torch.optim.Optimizer, rates: list[float]) -> Any:
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6)
+
+
+def one_cycle(optimizer: torch.optim.Optimizer, rates: list[float]) -> Any:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, rates, total_steps=6)
+
+
+def falling(optimizer: torch.optim.Optimizer, rates: list[float]) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 8)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "kind"), [(cosine, float), (one_cycle, float), (falling, torch.tensor)]
+)
+@every_case
+def test_under_a_schedule_multiples_are_learning_rates_of_groups(
+    case: Case, kind: Any, schedule: Any
+) -> None:
+    """One `lr` and lr_scale, against an `lr` of each group: the same bits, at every step."""
+    model, reference = net(), net()
+    groups = isokron.param_groups(model, lr_scale=TWO_RATES)
+    by_hand = isokron.param_groups(reference, lr_scale=TWO_RATES)
+    rates = [2**-7 * group.pop("lr_scale") for group in by_hand]
+    by_hand = [{**group, "lr": kind(rate)} for group, rate in zip(by_hand, rates, strict=True)]
+    pairs = [(model, case.make(groups, lr=kind(2**-7))), (reference, case.make(by_hand))]
+    peaks = [2**-7] * len(rates), rates
+    schedules = [schedule(pair[1], peak) for pair, peak in zip(pairs, peaks, strict=True)]
+    for step in range(4):
+        for (trained, optimizer), schedule_of in zip(pairs, schedules, strict=True):
+            train(trained, optimizer, range(step, step + 1))
+            schedule_of.step()
+        assert equal(model, reference), step
+
+
 WRONG_LATER = [
     *(("lr", -1.0), ("lr", math.nan), ("betas", (1.5, 0.9)), ("graft", "foo"), ("refresh", "foo")),
     *(("decay", "foo"), ("every", 0), ("max_dim", 0), ("weight_decay", -0.1), ("polar", 1)),

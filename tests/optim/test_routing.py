@@ -101,7 +101,7 @@ WRAPPERS: dict[str, Any] = {
 def test_a_wrapped_model_is_routed_as_the_bare_one(model: nn.Module, wrapper: str) -> None:
     choices: dict[str, Any] = {
         "adamw": ["blocks.1.up.*"],
-        "lr_scale": {"blocks.*.down.weight": 0.5},
+        "lr_scale": {"blocks.*.down.weight": 0.5, "embeddings": 4.0, "vectors": 2.0},
         "base_shapes": model,
     }
     bare = isokron.param_groups(model, **choices)
@@ -750,9 +750,31 @@ def test_kinds_are_patterns_so_that_two_learning_rates_are_one_argument(tied: bo
     assert all(group["route"] == "adamw" for group in by_adamw)
     with pytest.raises(ValueError, match=r"pattern 'embedding' matches no.*kinds are matrices, "):
         isokron.param_groups(model, lr_scale={"embedding": 4.0})
-    for wrong in (0, -1.0, "4", float("inf")):
-        with pytest.raises(ValueError, match="lr_scale must be a finite number above 0"):
-            isokron.param_groups(model, lr_scale={"heads": wrong})
+    for wrong in (0, -1.0, "4", float("inf"), float("nan"), True, None):
+        for scale in (wrong, {"matrices": 1.0, "heads": wrong}):
+            with pytest.raises(ValueError, match="lr_scale must be a finite number above 0"):
+                isokron.param_groups(model, lr_scale=scale)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_tied_table_of_a_llama_is_an_embedding_and_described_as_one(tied: bool) -> None:
+    transformers = pytest.importorskip("transformers", reason='pip install "isokron[hf]"')
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = transformers.LlamaConfig(
+        vocab_size=50_000, num_attention_heads=2, tie_word_embeddings=tied, **sizes
+    )
+    model = transformers.LlamaForCausalLM(config)
+    scale = {"matrices": 1.0, "embeddings": 8.0, "heads": 4.0, "norms": 2.0}
+    groups = isokron.param_groups(model, lr_scale=scale, weight_decay=0.1)
+    table = isokron.describe(isokron.SOAP(groups))
+    lines = [re.split(r"  +", line) for line in table.splitlines()[1:]]
+    heads = [["AdamW", "1", "800,000", "0.1", "4", "lm_head.weight [50000, 16]"]]
+    assert [line[1:] for line in lines] == [
+        ["AdamW", "1", "800,000", "0.1", "8", "model.embed_tokens.weight [50000, 16]"],
+        ["SOAP", "7", "2,560", "0.1", "1", "model.layers.0.self_attn.q_proj.weight [16, 16]"],
+        ["AdamW", "3", "48", "0", "2", "model.layers.0.input_layernorm.weight [16]"],
+        *([] if tied else heads),
+    ]
 
 
 def test_two_learning_rates_are_those_of_torch_in_groups_of_its_own() -> None:

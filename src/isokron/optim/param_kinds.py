@@ -31,7 +31,7 @@ def find_kinds(model: nn.Module, heads: Set[Tensor] | None = None) -> dict[Tenso
             return "adapters"
         if any(isinstance(module, nn.Embedding | nn.EmbeddingBag) for module in modules):
             return "embeddings"
-        if any(isinstance(module, NORMS) for module in modules):
+        if any(isinstance(m, NORMS) or _of_transformers(m, "Norm") for m in modules):
             return "norms"
         if param in heads:
             return "heads"
