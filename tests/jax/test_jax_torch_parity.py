@@ -1,5 +1,6 @@
 """The JAX optimizers take the steps that those of torch take."""
 
+from fnmatch import fnmatchcase
 from typing import Any
 
 import jax
@@ -50,6 +51,8 @@ OPTIONS: list[tuple[str, list[str], dict[str, Any]]] = [
     ),
     ("soap", ["square"], {"beta3": 0.5, "momentum": 0.5, "dampening": 0.3}),
     ("soap", ["square", "vector"], {"polar": True}),
+    ("soap", ["square", "vector"], {"lr_scale": {"square": 2.0, "*": 8.0}}),
+    ("muon", ["cut", "vector", "scalar"], {"lr_scale": {"vec*": 8.0}}),
     ("soap", ["cut"], {**FULL, "polar": True, "graft": None, "momentum": 0.5}),
     ("shampoo", ["cut"], {**CUT, "solver": "newton", "every": 4, "start": None}),
     ("shampoo", ["cut"], {**CUT, "solver": "higher", "exponent": 4, "deficient": "lift"}),
@@ -90,8 +93,16 @@ def apart(kind: str, names: list[str], options: dict[str, Any], dtype: type = np
     weights = {name: torch.nn.Parameter(torch.tensor(value)) for name, value in start.items()}
     # in torch some of these are settings of a parameter group only
     theirs_options = {k: v for k, v in options.items() if (kind, k) not in ONLY_JAX}
-    group = {"params": list(weights.values()), "refresh": "together", **theirs_options}
-    theirs = TORCH[kind]([group], lr=RATE)
+    by_pattern = theirs_options.pop("lr_scale", {})
+    scales = [
+        next((scale for pattern, scale in by_pattern.items() if fnmatchcase(name, pattern)), 1.0)
+        for name in names
+    ]
+    groups = [
+        {"params": [weight], "lr_scale": scale, "refresh": "together", **theirs_options}
+        for weight, scale in zip(weights.values(), scales, strict=True)
+    ]
+    theirs = TORCH[kind](groups, lr=RATE)
     ours = getattr(isokron.jax, kind)(RATE, **options)
     params = {name: jnp.asarray(value) for name, value in start.items()}
     state = jax.jit(ours.init)(params)

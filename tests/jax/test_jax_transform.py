@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import math
 import subprocess
 import sys
 import warnings
@@ -18,7 +19,7 @@ import pytest
 import isokron
 import isokron.jax
 from isokron.block_layout import cut_blocks
-from isokron.jax import PreconditionedState, blocks
+from isokron.jax import PreconditionedState, blocks, scale_by_path
 from isokron.jax.settings import DEFAULTS, Static
 from isokron.jax.sharding import Placement
 
@@ -371,7 +372,7 @@ def test_names_and_defaults_are_those_of_torch(kind: str) -> None:
     ours = inspect.signature(getattr(isokron.jax, kind)).parameters
     assert ours["learning_rate"].default == theirs["lr"].default
     if kind not in ("quad", "skew"):  # which take all of eformer's by position
-        assert len(ours) <= 16  # learning_rate, **shared, and fourteen
+        assert len(ours) <= 17  # learning_rate, **shared, and fifteen
     shared = 0
     for name, parameter in ours.items():
         default = parameter.default
@@ -381,8 +382,47 @@ def test_names_and_defaults_are_those_of_torch(kind: str) -> None:
             shared += 1
     assert shared >= 7
     inner = inspect.signature(getattr(isokron.jax, f"scale_by_{kind}")).parameters
-    assert set(ours) - set(inner) == {"learning_rate", "weight_decay", "weight_decay_mask"}
+    chained = {"learning_rate", "weight_decay", "weight_decay_mask", "lr_scale"}
+    assert set(ours) - set(inner) == chained
     assert all(ours[name].default == inner[name].default for name in inner)
+
+
+def test_multiples_are_learning_rates_of_leaves() -> None:
+    """Weight decay included, under jit and in the dtype of the leaf; all six have this chain."""
+    optimizer, params, grads = isokron.jax.muon, tree(), tree(1)
+    params["layers"] = {"bias": jnp.ones(3, jnp.bfloat16)}
+    grads["layers"] = {"bias": jnp.ones(3, jnp.bfloat16)}
+    scaled = optimizer(0.1, lr_scale={"layers.b*": 4.0, "layers.*": 2.0, "*": 0.5})
+    updates, _ = jax.jit(scaled.update)(grads, scaled.init(params), params)
+    assert updates["layers"]["bias"].dtype == jnp.bfloat16
+    expected = {}
+    for rate in (0.4, 0.05):
+        plain = optimizer(rate)
+        expected[rate], _ = jax.jit(plain.update)(grads, plain.init(params), params)
+    same(updates, expected[0.05] | {"layers": expected[0.4]["layers"]}, rtol=1e-2, atol=1e-6)
+
+
+def test_a_chain_of_another_library_takes_the_multiples_too() -> None:
+    params = {"embed": jnp.ones(3), "head": jnp.ones(3)}
+    optimizer = optax.chain(optax.adamw(0.1), scale_by_path({"embed": 8.0}))
+    updates, _ = optimizer.update(params, optimizer.init(params), params)
+    same({"embed": updates["embed"]}, {"embed": 8 * updates["head"]}, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("wrong", [0, -1.0, math.nan, math.inf, "2", True, None])
+def test_a_multiple_that_is_not_a_positive_number_is_refused(wrong: Any) -> None:
+    message = r"lr_scale\['\*'\] must be a finite number above 0, got"
+    with pytest.raises(ValueError, match=message):
+        isokron.jax.soap(lr_scale={"bias": 2.0, "*": wrong})
+
+
+def test_multiples_without_patterns_and_patterns_without_leaves_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"lr_scale must be a mapping of patterns .* got 2\.0"):
+        isokron.jax.muon(lr_scale=2.0)
+    optimizer = isokron.jax.soap(lr_scale={"heads.*": 2.0})
+    message = r"pattern 'heads\.\*' matches no parameter; paths look like head\.kernel$"
+    with pytest.raises(ValueError, match=message):
+        optimizer.init({"head": {"kernel": jnp.ones((2, 2))}})
 
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [

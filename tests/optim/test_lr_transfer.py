@@ -271,6 +271,10 @@ def test_the_pages_state_the_multiples_of_match_adamw() -> None:
     for page in ("from_adamw.md", "routing.md"):
         text = (Path(__file__).parents[2] / "docs" / page).read_text()
         assert rule in " ".join(text.split()), page
+    by_hand = f'"*": {REST_MULTIPLE}}}'
+    for page in ("from_adamw.md", "jax.md"):
+        text = (Path(__file__).parents[2] / "docs" / page).read_text()
+        assert f": {METHOD_MULTIPLE}, {by_hand}" in text, page
     doc = isokron.param_groups.__doc__
     assert f"it by {METHOD_MULTIPLE:g} for what the method" in doc
     assert f"by {REST_MULTIPLE:g} for everything else" in doc

@@ -9,6 +9,7 @@ if find_spec("jax") is None or find_spec("optax") is None:
     raise ModuleNotFoundError("isokron.jax needs jax and optax; run: pip install 'isokron[jax]'")
 
 from isokron.jax.katie import katie, scale_by_katie
+from isokron.jax.learning_rate import scale_by_path
 from isokron.jax.linalg import newton_schulz
 from isokron.jax.muon import muon, scale_by_muon
 from isokron.jax.quad_skew import quad, scale_by_quad, scale_by_skew, skew
@@ -26,6 +27,7 @@ __all__ = [
     "quad",
     "scale_by_katie",
     "scale_by_muon",
+    "scale_by_path",
     "scale_by_quad",
     "scale_by_shampoo",
     "scale_by_skew",

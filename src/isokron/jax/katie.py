@@ -9,8 +9,9 @@ import optax
 from isokron.exponents import Exponent, exponents
 from isokron.jax import moments
 from isokron.jax.blocks import BlockBatch, Settings
+from isokron.jax.learning_rate import with_learning_rate
 from isokron.jax.linalg import eyes, inverse_root, multiply
-from isokron.jax.settings import FactorSettings, Static, settle, with_learning_rate
+from isokron.jax.settings import FactorSettings, Static, settle
 from isokron.jax.transform import Gradients, Method, State, scale_by_preconditioned
 
 

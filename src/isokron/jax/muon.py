@@ -6,8 +6,9 @@ import jax
 import optax
 
 from isokron.jax.blocks import Settings
+from isokron.jax.learning_rate import with_learning_rate
 from isokron.jax.linalg import spectral_direction
-from isokron.jax.settings import LayoutSettings, Static, settle, with_learning_rate
+from isokron.jax.settings import LayoutSettings, Static, settle
 from isokron.jax.transform import Gradients, Method, State, scale_by_preconditioned
 from isokron.polynomials import Choice, schedule
 

@@ -18,8 +18,9 @@ import optax
 from isokron import white_kron
 from isokron.block_layout import Part
 from isokron.jax.blocks import Arrays, BlockBatch, Settings, Split, TreeLayout
+from isokron.jax.learning_rate import with_learning_rate
 from isokron.jax.linalg import across, along, nonzero, norm_bound
-from isokron.jax.settings import Static, WhiteKronSettings, is_zero, settle, with_learning_rate
+from isokron.jax.settings import Static, WhiteKronSettings, is_zero, settle
 from isokron.jax.transform import Gradients, Method, State, scale_by_preconditioned
 from isokron.white_kron import PROBES, SQUARE_LIMIT, factor_rate
 

@@ -1,6 +1,5 @@
 """The settings of all optimizers: defaults, validation, and values given as trees."""
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypedDict
@@ -8,7 +7,6 @@ from typing import Any, NamedTuple, TypedDict
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from isokron.names import unknown_keyword
@@ -236,42 +234,6 @@ def settle(
             "polar must be False where vectors=True, got True; vectors have no polar factor"
         )
     return {"optimizer": optimizer, **settings}
-
-
-def with_learning_rate(
-    scale_by: Callable[..., optax.GradientTransformationExtraArgs],
-) -> Callable[..., optax.GradientTransformationExtraArgs]:
-    """The optimizer that chains `scale_by`, decayed weights and the learning rate."""
-
-    def optimizer(
-        learning_rate: optax.ScalarOrSchedule = 1e-3,
-        *,
-        weight_decay: float = 0.1,
-        weight_decay_mask: Any = None,
-        **settings: Any,
-    ) -> optax.GradientTransformationExtraArgs:
-        return optax.chain(
-            scale_by(**settings),
-            optax.add_decayed_weights(weight_decay, weight_decay_mask),
-            optax.scale_by_learning_rate(learning_rate),
-        )
-
-    optimizer.__name__ = optimizer.__qualname__ = scale_by.__name__.removeprefix("scale_by_")
-    optimizer.__module__ = scale_by.__module__
-    signature, inner = inspect.signature(optimizer), inspect.signature(scale_by)
-    parameters = [*list(signature.parameters.values())[:-1], *inner.parameters.values()]
-    parameters.sort(key=lambda parameter: parameter.kind)  # what is taken by position comes first
-    # help() and optax.inject_hyperparams read the signature
-    optimizer.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    optimizer.__doc__ = f"""{scale_by.__name__}, then decayed weights, then the learning rate.
-
-    Args:
-        learning_rate: a number or a schedule.
-        weight_decay: decoupled: W ← W − lr(P + weight_decay·W).
-        weight_decay_mask: a tree of flags, or a function of the parameters: which of them decay.
-        **settings: those of {scale_by.__name__}.
-    """
-    return optimizer
 
 
 def in_dtype(settings: Mapping[str, Any], dtype: Any) -> dict[str, Any]:

@@ -9,8 +9,9 @@ import optax
 from isokron.exponents import Exponent, check_root, exponents
 from isokron.jax import linalg, moments
 from isokron.jax.blocks import BlockBatch, Settings
+from isokron.jax.learning_rate import with_learning_rate
 from isokron.jax.linalg import across, inverse_power, multiply
-from isokron.jax.settings import ShampooSettings, Static, is_zero, settle, with_learning_rate
+from isokron.jax.settings import ShampooSettings, Static, is_zero, settle
 from isokron.jax.transform import Gradients, Method, State, scale_by_preconditioned
 
 

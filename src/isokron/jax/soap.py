@@ -8,8 +8,9 @@ import optax
 
 from isokron.jax import moments
 from isokron.jax.blocks import BlockBatch, Settings
+from isokron.jax.learning_rate import with_learning_rate
 from isokron.jax.linalg import across, eigh, eyes, follow, multiply, offdiagonal
-from isokron.jax.settings import FactorSettings, Static, is_zero, settle, with_learning_rate
+from isokron.jax.settings import FactorSettings, Static, is_zero, settle
 from isokron.jax.transform import Gradients, Method, State, scale_by_preconditioned
 
 
