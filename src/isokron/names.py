@@ -45,7 +45,7 @@ OPTIMIZERS: dict[str, Table] = {
         "preconditioner_dtype factor_matrix_eigenvectors_dtype factor_matrix_eigenvalues_dtype",
         "the class is the preconditioner: isokron.Shampoo, SOAP, SignDescent or Muon": ""
         "preconditioner_config",
-        "roots are by eigh; isokron.jax.shampoo has solver=": "amortized_computation_config",
+        "solver: of the roots of Shampoo": "amortized_computation_config",
         "call optimizer.distribute() under DDP, and nothing under FSDP2 or HSDP": ""
         "distributed_config DDPDistributedConfig DDPShampooConfig FullyShardDistributedConfig "
         "FullyShardShampooConfig HybridShardDistributedConfig HybridShardShampooConfig",
@@ -80,7 +80,7 @@ OPTIMIZERS: dict[str, Table] = {
         'deficient="lift"': "PerturbationConfig",
         'deficient="pseudo" with damping=0': "PseudoInverseConfig",
         "eigh is what finds roots": "EigenConfig EighEigendecompositionConfig",
-        'isokron.jax.shampoo(solver="newton"), or "higher"': ""
+        'isokron.Shampoo with the group setting solver="newton" or solver="higher"': ""
         "CoupledNewtonConfig CoupledHigherOrderConfig",
         'momentum, dampening, nesterov and decay="momentum"': "ClassicMomentumConfig",
         'average="primal"': "GeneralizedPrimalAveragingConfig",

@@ -33,7 +33,7 @@ TORCH = {
     "katie": isokron.Katie,
     "muon": isokron.Muon,
 }
-ONLY_JAX = (("shampoo", "solver"), ("shampoo", "form"))  # other ways to torch's numbers
+ONLY_JAX = (("shampoo", "form"),)  # other ways to torch's numbers
 CUT = {"max_dim": 12}
 # A factor of less than full rank has eigenvectors that rounding chooses, others on every machine:
 # where blocks are not square, SOAP is compared from a step on at which all ranks are full.

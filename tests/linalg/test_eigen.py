@@ -1,6 +1,7 @@
 """Eigendecompositions with their retries, and bases that track a matrix."""
 
 import logging
+import math
 from collections.abc import Callable
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from isokron.linalg import eigenbasis, eigh, follow, lift, offdiagonal
-from isokron.linalg.eigen import JITTERS
+from isokron.linalg.eigen import JITTERS, cholesky_q, householder_q
 
 torch_eigh = torch.linalg.eigh
 
@@ -241,3 +242,40 @@ def test_lifted_eigenvalues_are_at_least_the_largest_over_the_condition() -> Non
     for condition in (0.5, -1.0, float("nan")):
         with pytest.raises(ValueError, match="max_condition must be at least 1, got"):
             lift(values, condition)
+
+
+@pytest.mark.parametrize("condition", [1e2, 1e4, 1e5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_basis_by_products_is_that_of_reflections(
+    condition: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a basis that is nearly one of eigenvectors, as a refresh finds it."""
+    size = 48
+    exact = torch.linalg.qr(torch.randn(3, size, size, dtype=torch.float64)).Q
+    values = torch.logspace(0, -math.log10(condition), size, dtype=torch.float64)
+    matrix = (exact * values) @ exact.mT
+    old = torch.linalg.qr(exact + 0.02 * torch.randn_like(exact) / size**0.5).Q
+    eps, eye, wanted = torch.finfo(dtype).eps, torch.eye(size), follow(matrix, old)
+    plain = follow(matrix.to(dtype), old.to(dtype)).double()
+    if dtype is torch.float32:  # where products are enough
+        monkeypatch.delattr("isokron.linalg.eigen.householder_q")
+    basis = follow(matrix.to(dtype), old.to(dtype), by="cholesky").double()
+    assert (basis.mT @ basis - eye).abs().max() < 30 * eps
+    error, least = (((q.mT @ wanted).abs() - eye).abs().max() for q in (basis, plain))
+    assert error < 2 * least + 30 * eps
+
+
+def test_columns_that_products_cannot_separate_go_to_reflections() -> None:
+    good = torch.linalg.qr(torch.randn(6, 6)).Q
+    alike = 1e-5 * good + 1  # all columns point almost in one direction
+    rank = torch.cat([good[:, :4], torch.zeros(6, 2)], 1)
+    columns = torch.stack([good, alike, rank])
+    basis = cholesky_q(columns)
+    torch.testing.assert_close(basis.mT @ basis, torch.eye(6).expand(3, 6, 6), atol=2e-6, rtol=0)
+    assert torch.equal(basis[1:], householder_q(columns)[1:])
+    assert not torch.equal(basis[0], householder_q(columns)[0])
+
+
+def test_an_unknown_way_to_a_basis_is_named() -> None:
+    with pytest.raises(ValueError, match="by must be 'qr' or 'cholesky', got 'gram'"):
+        follow(torch.eye(2), torch.eye(2), by="gram")

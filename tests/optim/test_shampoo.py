@@ -85,6 +85,8 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"beta3": 0.95, "use_bias_correction": False, "graft": "adam"},
         {"beta3": 0.95, "correct": False, "graft": "adam"},
     ),
+    "newton": ({"solver": "newton"}, {}),
+    "higher": ({"solver": "higher", "deficient": "relative"}, {"unit": True}),
     "half": ({"exponent": 2}, {"exponent": 2}),
     "biased": (
         {"use_bias_correction": False, "graft": "adam"},
@@ -170,6 +172,8 @@ def test_an_exponent_a_dimension_and_none_where_it_is_zero() -> None:
         ({"exponent": -1}, "exponent must be"),
         ({"exponent": {2: (1, 2, 3)}}, "exponent must be"),
         ({"deficient": "pseudo"}, "damping must be 0"),
+        ({"solver": "qr"}, "solver must be one of"),
+        ({"solver": "newton", "exponent": 2.5}, "root must be an integer for solver='newton'"),
         ({"damping": -1.0}, "damping must be"),
         ({"refresh": 10}, "refresh must be below every=10"),
         ({"refresh": 0}, "refresh must be 'together', 'staggered' or a delay in steps"),

@@ -2,7 +2,9 @@
 
 import logging
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,6 +18,9 @@ logger = logging.getLogger(__name__)
 
 # Added to the diagonal, in units of its mean size, after float64 alone has failed.
 JITTERS = (1e-7, 1e-6, 1e-5)
+# Columns of length 1 of which less is outside of the span of those before are not made orthogonal
+# by products, to the rounding of their dtype.
+MIN_APART = {torch.float32: 2e-4, torch.float64: 1 / 16}
 
 
 def eigh(matrix: Tensor, retries: Counter[str] | None = None) -> tuple[Tensor, Tensor]:
@@ -54,14 +59,40 @@ def eigenbasis(matrix: Tensor) -> Tensor:
     return eigh(matrix)[1].flip(-1)
 
 
-def follow(matrix: Tensor, basis: Tensor) -> Tensor:
+def follow(matrix: Tensor, basis: Tensor, by: str = "qr") -> Tensor:
     """One orthogonal iteration Q ← QR(AQ), columns by descending Rayleigh quotient. [..., n, n]
 
     The iteration converges to the eigenvectors only in this order (SOAP, 2409.11321).
+    by="cholesky" is for accelerators: see `cholesky_q`.
     """
+    if by not in ("qr", "cholesky"):
+        raise ValueError(f"by must be 'qr' or 'cholesky', got {by!r}")
+    orthogonal = householder_q if by == "qr" else cholesky_q
     if worth_threads(matrix):
-        return torch.stack(map_matrices(_follow, matrix, basis))
-    return _follow(matrix, basis)
+        return torch.stack(map_matrices(partial(_follow, orthogonal), matrix, basis))
+    return _follow(orthogonal, matrix, basis)
+
+
+def householder_q(columns: Tensor) -> Tensor:
+    """Q of A = QR. [..., n, n]"""
+    return torch.linalg.householder_product(*torch.geqrf(columns))
+
+
+def cholesky_q(columns: Tensor) -> Tensor:
+    """Q of A = QR as AR⁻¹, RᵀR = AᵀA, in float64: products, no reflections. [..., n, n]
+
+    It is exact where columns are not too far from orthogonal, as those of AQ are for a basis Q that
+    has nearly diagonalized A. Other matrices go to Householder's reflections; to know which, the
+    host waits for a device.
+    """
+    length = torch.linalg.vector_norm(columns, dim=-2, keepdim=True)
+    unit = (columns / length.clamp(min=torch.finfo(columns.dtype).tiny)).double()
+    lower, _ = torch.linalg.cholesky_ex(unit.mT @ unit)
+    apart = lower.diagonal(dim1=-2, dim2=-1).amin(-1) > MIN_APART[columns.dtype]  # not for NaN
+    q = torch.linalg.solve_triangular(lower.mT, unit, upper=True, left=False).to(columns.dtype)
+    if bool(apart.all()):
+        return q
+    return torch.where(apart[..., None, None], q, householder_q(columns))
 
 
 def offdiagonal(matrix: Tensor, basis: Tensor) -> Tensor:
@@ -94,13 +125,13 @@ def power_of_two(peak: Tensor) -> Tensor:
     return peak / (2 * torch.frexp(peak).mantissa)
 
 
-def _follow(matrix: Tensor, basis: Tensor) -> Tensor:
+def _follow(orthogonal: Callable[[Tensor], Tensor], matrix: Tensor, basis: Tensor) -> Tensor:
     peak = matrix.diagonal(dim1=-2, dim2=-1).amax(-1)[..., None, None]
     nonzero = peak > 0  # a zero matrix has no preferred basis: keep the old one
     image = (matrix @ basis).div_(torch.where(nonzero, peak, 1.0))
     order = (basis * image).sum(-2, keepdim=True).argsort(dim=-1, descending=True, stable=True)
-    reflections = torch.geqrf(image.gather(-1, order.expand_as(image)))
-    return torch.where(nonzero, torch.linalg.householder_product(*reflections), basis)
+    turned = orthogonal(image.gather(-1, order.expand_as(image)))
+    return torch.where(nonzero, turned, basis)
 
 
 def _decompose(scaled: Tensor, retries: Counter[str]) -> tuple[Tensor, Tensor]:

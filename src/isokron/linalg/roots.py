@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from isokron.exponents import check_root
+from isokron.linalg.coupled_roots import coupled_root
 from isokron.linalg.eigen import eigh
 
 # Least positive damping, so that the root of a zero matrix is finite.
@@ -14,22 +15,34 @@ MIN_DAMPING = 1e-30
 
 
 def inverse_root(
-    matrix: Tensor, root: float, damping: float = 0.0, deficient: str = "lift"
+    matrix: Tensor,
+    root: float,
+    damping: float = 0.0,
+    deficient: str = "lift",
+    solver: str = "eigh",
 ) -> Tensor:
     """(A + εI)^(−1/p), p = `root`, ε = `damping`. A: [..., n, n]; only the lower triangle is read.
 
     A matrix without a root (not finite, or singular without damping) gives a result that is not
     finite. Half precision is computed and returned in float32. `deficient` is what to do with
     eigenvalues that are not positive, see `inverse_power`. Autograd can differentiate it, once.
+    solver="newton" and "higher" use matrix products only, for accelerators: they need an integer p
+    and A + εI positive definite.
     """
     if matrix.ndim < 2 or matrix.size(-2) != matrix.size(-1):
         raise ValueError(
             f"inverse_root needs matrices [..., n, n], got shape {tuple(matrix.shape)}"
         )
-    check_root(root, damping, deficient=deficient)
+    check_root(root, damping, solver=solver, deficient=deficient)
     if matrix.requires_grad and torch.is_grad_enabled():
         symmetric = matrix.tril() + matrix.tril(-1).mT
         return _InverseRoot.apply(symmetric, root, damping, deficient)
+    if solver != "eigh" and matrix.numel():
+        lower = matrix.to(torch.promote_types(matrix.dtype, torch.float32)).tril()
+        full, diagonal = lower + lower.tril(-1).mT, lower.diagonal(dim1=-2, dim2=-1)
+        added = damping if deficient == "lift" else _relative_damping(diagonal, damping)
+        full.diagonal(dim1=-2, dim2=-1).add_(added)
+        return coupled_root(full, int(root), order=2 if solver == "newton" else 3)
     values, basis = eigh(matrix)
     powers = inverse_power(values, root, damping, deficient)
     return (basis * powers.unsqueeze(-2)) @ basis.mT

@@ -32,7 +32,7 @@ from isokron.optim.settings import (
 )
 
 CHOICES = {"statistic": ("gradient", "kl", "kl_sum")}
-GROUP_SETTINGS: dict[str, Any] = {"deficient": "relative", **FACTOR_SETTINGS}
+GROUP_SETTINGS: dict[str, Any] = {"deficient": "relative", "solver": "eigh", **FACTOR_SETTINGS}
 
 
 class Shampoo(Preconditioned):
@@ -61,6 +61,7 @@ class Shampoo(Preconditioned):
     Group settings besides the shared ones of docs/engine.md:
         deficient: ε is "relative", or absolute by "lift"; "pseudo", with ε = 0, is the
             pseudo-inverse.
+        solver: Of roots: "eigh", or "newton" or "higher", which use matrix products only.
         factor_dtype: Of F; None: that of the state. torch.bfloat16 and "8bit" are for its roots
             too; see docs/memory.md.
         beta3: β₃ of the moment β₃M + (1−β₃)G that is stepped along, M the mean before G; None: β₁.
@@ -121,12 +122,12 @@ class Shampoo(Preconditioned):
     def refresh(
         self, state: dict[str, Tensor], group: Mapping[str, Any], first: bool
     ) -> dict[str, Tensor]:
-        fresh = {}
+        fresh, roots = {}, exponents(group, state["step"].ndim - 1)
         for i in sides_of(state):
             # F̂ corrects for the start at zero: roots have their scale from the first refresh on
             cov = debiased(state, i, group["factor_beta"], group)
-            root = exponents(group, state["step"].ndim - 1)[i]
-            fresh[f"root.{i}"] = inverse_root(cov, root, group["damping"], group["deficient"])
+            root, settings = roots[i], (group["damping"], group["deficient"], group["solver"])
+            fresh[f"root.{i}"] = inverse_root(cov, root, *settings)
         return {key: where_observed(value, key, state) for key, value in fresh.items()}
 
     def direction(
@@ -150,4 +151,5 @@ def check_shampoo(group: Mapping[str, Any]) -> None:
     for order in range(1, 5):
         for root in exponents(group, order):
             if root:
-                check_root(root, group["damping"], deficient=group["deficient"])
+                settings = {key: group[key] for key in ("deficient", "solver")}
+                check_root(root, group["damping"], **settings)
