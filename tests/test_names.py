@@ -24,10 +24,7 @@ CODE = re.compile(rf'(?:isokron|optimizer|torch){CALL}|\w+="\w+"')
 TABLES = [("", *item) for item in names.OPTIMIZERS.items() if item[0] != "param_groups"]
 TABLES += [("Attributor", *item) for item in names.ATTRIBUTION.items()]
 ANSWERS = [
-    (who, library, name, answer)
-    for who, library, table in TABLES
-    for answer, theirs in table.items()
-    for name in theirs.split()
+    (who, library, name, answer) for who, library, table in TABLES for name, answer in table.items()
 ]
 
 
@@ -157,8 +154,8 @@ def glossary(library: str) -> str:
     """The table of a library on the page."""
     lines = ["| their name | ours |", "|---|---|"]
     for _, of, table in TABLES:
-        for answer, theirs in table.items() if of == library else ():
-            left = ", ".join(f"`{name}`" for name in theirs.split())
+        for answer in dict.fromkeys(table.values()) if of == library else ():
+            left = ", ".join(f"`{name}`" for name in table if table[name] == answer)
             match = names.SETTING.fullmatch(answer)
             if match is None:
                 text = CODE.sub(r"`\g<0>`", answer)

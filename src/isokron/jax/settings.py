@@ -207,7 +207,7 @@ def settle(
     allowed = {*named, *kind.__annotations__}
     for name in shared:
         if name not in allowed:
-            outer = ("learning_rate", "weight_decay", "weight_decay_mask")
+            outer = ("learning_rate", "lr_scale", "weight_decay", "weight_decay_mask")
             raise TypeError(unknown_keyword(optimizer, name, {*allowed, *outer}))
     settings = {
         name: value.value if isinstance(value, Static) else value

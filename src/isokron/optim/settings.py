@@ -215,15 +215,7 @@ def checked_keywords(
         takes = list(inspect.signature(init).parameters)[2:]  # without self and params
         GROUP_KEYS.update(only_groups, takes)
         valid = {*takes, *only_groups, *SHARED} - {"mode"}
-
-        @functools.wraps(init)
-        def checked(*args: P.args, **keywords: P.kwargs) -> None:
-            for name in keywords:
-                if name not in (*takes, *SWITCHES, "params"):
-                    who = type(args[0]).__name__
-                    raise TypeError(names.unknown_keyword(who, name, takes, valid))
-            without_switches(init)(*args, **keywords)
-
+        checked = without_switches(names.answered(init, valid))
         checked.group_settings = only_groups  # type: ignore[attr-defined]
         return checked
 
