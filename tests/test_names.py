@@ -3,6 +3,7 @@
 import inspect
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -44,6 +45,7 @@ CALLERS: dict[str, Callable[..., Any]] = {
     "NaturalGradient": lambda **keywords: isokron.NaturalGradient(nn.Linear(2, 2), **keywords),
     "fit": fit,
     "Attributor": lambda **keywords: isokron.Attributor("run", nn.Linear(2, 2), [], **keywords),
+    "score": partial(isokron.Attributor.score, None),  # refused before it is asked what it is of
     "jax": isokron.jax.soap,
 }
 
@@ -72,6 +74,7 @@ CALLERS: dict[str, Callable[..., Any]] = {
         ("Attributor", "projection_dim", r"it is 'dim' here, of build\(\)"),
         ("Attributor", "collate_fn", "'collate'"),
         ("Attributor", "filter_modules", "'layers'"),
+        ("score", "unit_normalize", r"'unit'\? \(of score\(\)\)"),
         ("jax", "lr", "'learning_rate'"),
         ("jax", "b1", "'betas'"),
         ("jax", "fused", "leave it out"),

@@ -64,7 +64,9 @@ def translated(config: dict[str, Any]) -> dict[str, Any]:
     return ours | {NAMES[name]: value for name, value in theirs.items()}
 
 
-def optimizer_of(config: dict[str, Any], params: list[nn.Parameter]) -> torch.optim.Optimizer:
+def optimizer_of(
+    config: dict[str, Any], params: list[nn.Parameter], **further: Any
+) -> torch.optim.Optimizer:
     kind, ours = config["preconditioner"], translated(config)
     make: Any = isokron.Shampoo
     if kind.startswith("SignDescent"):
@@ -79,17 +81,17 @@ def optimizer_of(config: dict[str, Any], params: list[nn.Parameter]) -> torch.op
         del ours["exponent"], ours["deficient"]
     elif "KLShampoo" in kind:
         ours["statistic"] = "kl_sum"
-    return make([{"route": "method", "vectors": True, **ours, "params": params}])
+    return make([{"route": "method", "vectors": True, **ours, **further, "params": params}])
 
 
-def distance(name: str) -> float:
+def distance(name: str, **further: Any) -> float:
     """From the recorded parameters, relative to how far these have moved; the most of any."""
     config = CONFIGS[name]
     recorded = np.load(DATA / f"{name}.npz")
     random = np.random.default_rng(1)
     start = [random.standard_normal(shape) for shape in config["shapes"]]
     params = [nn.Parameter(torch.tensor(value)) for value in start]
-    optimizer = optimizer_of(config, params)
+    optimizer = optimizer_of(config, params, **further)
     distances = []
     for t in range(30):
         for i, param in enumerate(params):
@@ -113,6 +115,16 @@ def test_a_configuration_takes_the_recorded_steps_or_is_in_the_table(name: str) 
         assert distance(name) == pytest.approx(DIFFERENCES[name], rel=0.05)
     else:
         assert distance(name) < EXACT
+
+
+@pytest.mark.xfail(
+    reason="Shampoo keeps roots; bases and eigenvalues, of which damping and exponent may change "
+    "between refreshes, come with the engine's next form",
+    raises=ValueError,
+    strict=True,
+)
+def test_bases_and_eigenvalues_take_the_recorded_steps() -> None:
+    assert distance("eigendecomposed", form="eigen") < EXACT
 
 
 def test_every_row_of_the_table_is_a_configuration_that_differs() -> None:
