@@ -170,9 +170,9 @@ class Race:
 
         plans: list[Plans] = []
         for spec, grid in self.grids.items():
-            given = [(setting, steps, seed) for seed in range(seeds) for setting in grid]
+            runs = [(setting, steps, seed) for seed in range(seeds) for setting in grid]
             search = search_for(self.entrants[spec], steps, seeds, loss)
-            plans.append(iter([given]) if grid else search.plans())
+            plans.append(iter([runs]) if grid else search.plans())
         why = ""
         while any(batch := [next(plan, []) for plan in plans]):
             # optimizers take turns, so that a slow phase of the machine affects all of them
@@ -224,7 +224,8 @@ def check_options(model: nn.Module, entrants: Mapping[str, Entrant]) -> None:
     for spec, entrant in entrants.items():
         if ":" not in parse_spec(spec)[0]:
             try:
-                entrant.build(model, entrant.lr)
+                with torch.random.fork_rng(devices=[]):
+                    entrant.build(model, entrant.lr)
             except ValueError as error:
                 raise ValueError(f"optimizer {spec!r}: {error}") from None
 
