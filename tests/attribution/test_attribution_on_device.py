@@ -108,6 +108,7 @@ for make, method in cases:
 """
 
 
+@pytest.mark.usefixtures("second_device")
 def test_the_pipeline_on_a_second_device_gives_the_scores_of_the_cpu(tmp_path: Path) -> None:
     here = Path(__file__).parent
     done = subprocess.run(

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import isokron
 from isokron import digest
@@ -258,8 +257,10 @@ def test_compiled_models_have_the_weights_of_bare_ones(tmp_path: Path) -> None:
 
 
 def test_a_second_call_hashes_no_weights(tmp_path: Path, monkeypatch) -> None:
+    llama = pytest.importorskip("transformers")
     size = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=50_000, num_attention_heads=4, **size))
+    config = llama.LlamaConfig(vocab_size=50_000, num_attention_heads=4, **size)
+    model = llama.LlamaForCausalLM(config)
     assert sum(param.numel() for param in model.parameters()) > 25e6
     hashed: list[Any] = []
     update = digest.update_hash

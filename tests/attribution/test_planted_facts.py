@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("transformers", reason="the benchmark imports it")
 # at the end, since some files there have the names of files of the tests
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 

@@ -353,6 +353,7 @@ print("passed")
 """
 
 
+@pytest.mark.usefixtures("second_device")
 def test_rows_on_a_second_device_are_those_of_the_cpu() -> None:
     folder = Path(__file__).parents[1]
     done = subprocess.run(

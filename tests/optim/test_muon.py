@@ -41,6 +41,7 @@ def test_follows_the_naive_version_in_float64(shape: tuple[int, int], nesterov: 
     torch.testing.assert_close(weight.detach(), expected, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has one since 2.9")
 @pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("shape", [(16, 16), (8, 24), (24, 8)])

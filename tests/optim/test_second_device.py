@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 HERE = Path(__file__).parent
 
 
@@ -24,6 +26,7 @@ def run(*arguments: str | Path) -> None:
     assert " passed" in done.stdout
 
 
+@pytest.mark.usefixtures("second_device")
 def test_every_optimizer_keeps_its_contract_there() -> None:
     # no compiler knows the device; its numbers, those of variants too, are compared with the CPU's
     # in the next test
@@ -32,5 +35,6 @@ def test_every_optimizer_keeps_its_contract_there() -> None:
     run(HERE / "test_contract.py", "-k", " and ".join(f"not {name}" for name in left_out))
 
 
+@pytest.mark.usefixtures("second_device")
 def test_steps_have_the_numbers_of_the_cpu_and_wait_once() -> None:
     run(HERE / "on_second_device.py")

@@ -90,7 +90,8 @@ class Ranks:
         self.traffic.sent += sent_by_gather(_bytes(tensor), self.size)
         options = self._limited(torch._C._distributed_c10d.AllgatherOptions())
         flat = tensor.contiguous().view(-1)
-        work = self.group.all_gather_single(gathered.view(-1), flat, options)
+        call = self._collective("all_gather_single", "_allgather_base")
+        work = call(gathered.view(-1), flat, options)
         return Pending(work, "all_gather", self)
 
     def all_gather_uneven(self, tensor: Tensor) -> list[Tensor]:
@@ -107,7 +108,8 @@ class Ranks:
         self.traffic.sent += _bytes(section) * (self.size - 1)
         options = self._limited(dist.ReduceScatterOptions())
         options.reduceOp = op
-        work = self.group.reduce_scatter_single(section, tensor, options)
+        call = self._collective("reduce_scatter_single", "_reduce_scatter_base")
+        work = call(section, tensor, options)
         return Pending(work, "reduce_scatter", self)
 
     def all_to_all_into(
@@ -120,9 +122,8 @@ class Ranks:
         """Start to send flat `sent`, split by `send_sizes`, and to fill flat `received`."""
         self.traffic.sent += (sum(send_sizes) - send_sizes[self.rank]) * sent.element_size()
         options = self._limited(dist.AllToAllOptions())
-        work = self.group.all_to_all_single(
-            received, sent, list(receive_sizes), list(send_sizes), options
-        )
+        call = self._collective("all_to_all_single", "alltoall_base")
+        work = call(received, sent, list(receive_sizes), list(send_sizes), options)
         return Pending(work, "all_to_all", self)
 
     def broadcast_(self, tensor: Tensor, source: int) -> "Pending":
@@ -160,10 +161,16 @@ class Ranks:
         options.reduceOp = dist.ReduceOp.SUM if op is None else op
         return Pending(self.group.allreduce([tensor], options), what, self)
 
+    def _collective(self, name: str, older: str) -> Any:
+        """A collective of the group by its name, or by the only one in older versions of torch."""
+        return getattr(self.group, name, None) or getattr(self.group, older)
+
     def _limited(self, options: Any) -> Any:
         # The collective itself needs the limit: gloo's threads go on after Pending.wait has raised,
         # and the process could not exit before they end, by default in 30 minutes.
-        options.timeout, options.asyncOp = timedelta(seconds=self.timeout), True
+        options.timeout = timedelta(seconds=self.timeout)
+        if hasattr(options, "asyncOp"):  # before torch 2.8 all were asynchronous
+            options.asyncOp = True
         return options
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 OPERATIONS = (("cuda", "matmul"), ("mkldnn", "matmul"))
-_get, _set = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
+PER_BACKEND = hasattr(torch._C, "_get_fp32_precision_getter")  # since torch 2.9; one for all before
 
 
 def full_precision() -> AbstractContextManager[Any]:
@@ -30,13 +30,29 @@ def is_switched() -> bool:
 
 @contextmanager
 def _without_autocast() -> Iterator[None]:
-    devices = torch._C._autocast_supported_devices()
     with ExitStack() as stack:
-        for device in filter(torch.is_autocast_enabled, devices):
+        for device in filter(torch.is_autocast_enabled, _autocast_devices()):
             stack.enter_context(torch.autocast(device, enabled=False))
         if _switch.depth or _reduced():
             stack.enter_context(_switch)
         yield
+
+
+def _autocast_devices() -> list[str]:
+    if PER_BACKEND:
+        return torch._C._autocast_supported_devices()
+    return ["cpu", "cuda", "xpu", "hpu", "mps", "xla", "privateuseone"]
+
+
+def _get(*operation: str) -> str:
+    if PER_BACKEND:
+        return torch._C._get_fp32_precision_getter(*operation)
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def _set(*operation: str) -> None:
+    if PER_BACKEND:
+        torch._C._set_fp32_precision_setter(*operation)
 
 
 def _reduced() -> bool:

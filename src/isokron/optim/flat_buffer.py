@@ -134,7 +134,8 @@ def _movable(param: Tensor) -> bool:
     return (
         type(param) in (Tensor, nn.Parameter)
         and param.is_leaf
-        and param.grad_dtype in (None, param.dtype)
+        and getattr(param, "grad_dtype", None)
+        in (None, param.dtype)  # torch 2.9 and older have none
         and param.is_contiguous()
         and param.numel() <= MAX_NUMEL
         and param.numel() % VECTOR == 0
