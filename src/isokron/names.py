@@ -200,9 +200,9 @@ def answers(name: str, who: str) -> Iterator[str]:
     `who`: a class or function, or "isokron" for the module's attributes and the command line.
     """
     who = who.partition(".")[0]
-    tables = [*OPTIMIZERS.items()] if who != "Attributor" else []
-    tables += [*ATTRIBUTION.items()] if who in ("Attributor", "isokron") else []
-    for _, table in sorted(tables, key=lambda item: item[0] != FIRST.get(who)):
+    libraries = [*OPTIMIZERS.items()] if who != "Attributor" else []
+    libraries += [*ATTRIBUTION.items()] if who in ("Attributor", "isokron") else []
+    for _, table in sorted(libraries, key=lambda item: item[0] != FIRST.get(who)):
         if name in table:
             yield table[name]
 
