@@ -90,6 +90,7 @@ CASES = [
     Case("sign-grafted", isokron.SignDescent, {"lr": 1e-1, "graft": "adagrad"}),
     Case("shampoo", isokron.Shampoo, {"lr": 1e-2, "every": 3}),
     Case("shampoo-cut", isokron.Shampoo, {"lr": 1e-2, "every": 2, "max_dim": 8, "damping": 1e-3}),
+    Case("shampoo-eigen", isokron.Shampoo, {"lr": 1e-2, "every": 3, "form": "eigen"}),
     Case(
         "shampoo-momentum",
         isokron.Shampoo,

@@ -68,7 +68,8 @@ DistributedShampoo
     isokron has none <- use_pin_memory use_trace_scaling trace_scaling_exponent
         use_symmetric_packing drop_weighting_factor_on_gsquare ignored_basis_change_dims
     isokron.Shampoo <- DistributedShampoo RootInvShampooPreconditionerConfig DefaultShampooConfig
-        EigendecomposedShampooPreconditionerConfig ShampooPreconditionerConfig
+        ShampooPreconditionerConfig
+    isokron.Shampoo with form="eigen" in its groups <- EigendecomposedShampooPreconditionerConfig
     isokron.Shampoo(statistic="kl_sum", exponent=None) <- RootInvKLShampooPreconditionerConfig
         EigendecomposedKLShampooPreconditionerConfig
     isokron.SOAP(basis="eigh", graft=None) with the group setting variances="kept" <-

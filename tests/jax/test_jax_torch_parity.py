@@ -33,7 +33,6 @@ TORCH = {
     "katie": isokron.Katie,
     "muon": isokron.Muon,
 }
-ONLY_JAX = (("shampoo", "form"),)  # other ways to torch's numbers
 CUT = {"max_dim": 12}
 # A factor of less than full rank has eigenvectors that rounding chooses, others on every machine:
 # where blocks are not square, SOAP is compared from a step on at which all ranks are full.
@@ -92,7 +91,7 @@ def apart(kind: str, names: list[str], options: dict[str, Any], dtype: type = np
     start = draw()
     weights = {name: torch.nn.Parameter(torch.tensor(value)) for name, value in start.items()}
     # in torch some of these are settings of a parameter group only
-    theirs_options = {k: v for k, v in options.items() if (kind, k) not in ONLY_JAX}
+    theirs_options = dict(options)
     by_pattern = theirs_options.pop("lr_scale", {})
     scales = [
         next((scale for pattern, scale in by_pattern.items() if fnmatchcase(name, pattern)), 1.0)

@@ -117,14 +117,9 @@ def test_a_configuration_takes_the_recorded_steps_or_is_in_the_table(name: str) 
         assert distance(name) < EXACT
 
 
-@pytest.mark.xfail(
-    reason="Shampoo keeps roots; bases and eigenvalues, of which damping and exponent may change "
-    "between refreshes, come with the engine's next form",
-    raises=ValueError,
-    strict=True,
-)
-def test_bases_and_eigenvalues_take_the_recorded_steps() -> None:
-    assert distance("eigendecomposed", form="eigen") < EXACT
+@pytest.mark.parametrize("name", ["eigendecomposed", "eigendecomposed_override_0.5_every3"])
+def test_bases_and_eigenvalues_take_the_recorded_steps(name: str) -> None:
+    assert distance(name, form="eigen") < EXACT
 
 
 def test_every_row_of_the_table_is_a_configuration_that_differs() -> None:

@@ -100,6 +100,9 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "kl sum": ({"statistic": "kl_sum"}, {"kl": True, "summed": True}),
     "grafted": ({"graft": "adam"}, {"graft": "adam"}),
     "relative": ({"deficient": "relative"}, {"unit": True}),
+    "eigen": ({"form": "eigen"}, {}),
+    "eigen, relative": ({"form": "eigen", "deficient": "relative"}, {"unit": True}),
+    "eigen, kl": ({"form": "eigen", "statistic": "kl"}, {"kl": True}),
 }
 
 
@@ -127,6 +130,32 @@ def test_blocks_are_preconditioned_each_by_itself() -> None:
     for where in blocks(expected, 3):
         expected[where] = -sum(naive_shampoo([g[where] for g in grads], graft="adam"))
     torch.testing.assert_close(weight.detach(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_bases_and_eigenvalues_follow_a_damping_that_changes_between_refreshes() -> None:
+    """In place of the root, of which a new damping makes another one only in the next refresh."""
+    grads, directions = gradients((4, 5), 3), []
+    settings = {**SETTINGS, "every": 2, "start": 2, "betas": (0.0, 0.99)}
+    for form in ("root", "eigen"):
+        weight = nn.Parameter(torch.zeros(4, 5, dtype=torch.float64))
+        optimizer = build(isokron.Shampoo, [weight], lr=1.0, form=form, **settings)
+        for t, grad in enumerate(grads):
+            if t == 2:
+                before = weight.detach().clone()
+                optimizer.param_groups[0].update(damping=0.5, exponent=2, weight_decay=0.0)
+            weight.grad = grad
+            optimizer.step()
+        directions.append(before - weight.detach())
+    cov = [torch.zeros(n, n).double() for n in (4, 5)]
+    for grad in grads[:2]:
+        cov = [folded(c, flat(grad, i) @ flat(grad, i).T, FACTOR_BETA) for i, c in enumerate(cov)]
+    roots = [power(hat(c, FACTOR_BETA, 2) + 0.5 * torch.eye(len(c)), -1 / 2).double() for c in cov]
+    torch.testing.assert_close(directions[1], roots[0] @ grads[2] @ roots[1])
+    assert (directions[0] - directions[1]).norm() > 0.1 * directions[1].norm()
+    assert sorted(key for key in optimizer.state[weight] if key.startswith(("root", "values"))) == [
+        "values.0.0",
+        "values.1.0",
+    ]
 
 
 def test_the_pseudo_inverse_leaves_out_what_no_gradient_has_shown() -> None:

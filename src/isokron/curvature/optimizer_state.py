@@ -338,7 +338,7 @@ def _block_state(
     variance = bases = None
     if f"variance.{number}" in entry:
         variance = state.mean(f"variance.{number}", beta2).permute(sides).flatten(1)  # [m, n]
-    if f"basis.0.{number}" in entry:
+    if variance is not None and f"basis.0.{number}" in entry:
         turned = [state.tensor(f"basis.{side}.{number}") for side in sides]
         bases = (turned[0], reduce(torch.kron, turned[1:]))
     elif variance is not None and group.get("statistic") == "correlation":

@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from isokron.exponents import Exponent, check_root, exponents
-from isokron.linalg import inverse_root
+from isokron.linalg import eigh, inverse_power, inverse_root
 from isokron.operators import Dense, Factor, Identity, Kron
 from isokron.optim.blocks import Batch
 from isokron.optim.layout import Traits
@@ -29,10 +30,14 @@ from isokron.optim.settings import (
     check_factors,
     checked_keywords,
     keywords_of,
+    require,
 )
 
-CHOICES = {"statistic": ("gradient", "kl", "kl_sum")}
-GROUP_SETTINGS: dict[str, Any] = {"deficient": "relative", "solver": "eigh", **FACTOR_SETTINGS}
+CHOICES = {"statistic": ("gradient", "kl", "kl_sum"), "form": ("root", "eigen")}
+GROUP_SETTINGS: dict[str, Any] = {
+    **{"deficient": "relative", "solver": "eigh", "form": "root"},
+    **FACTOR_SETTINGS,
+}
 
 
 class Shampoo(Preconditioned):
@@ -61,6 +66,8 @@ class Shampoo(Preconditioned):
     Group settings besides the shared ones of docs/engine.md:
         deficient: ε is "relative", or absolute by "lift"; "pseudo", with ε = 0, is the
             pseudo-inverse.
+        form: "root" keeps A, "eigen" eigenvalues and eigenvectors of F̂, of which a changed damping
+            or exponent makes another A at once.
         solver: Of roots: "eigh", or "newton" or "higher", which use matrix products only.
         factor_dtype: Of F; None: that of the state. torch.bfloat16 and "8bit" are for its roots
             too; see docs/memory.md.
@@ -92,7 +99,7 @@ class Shampoo(Preconditioned):
         settings = keywords_of(locals())
         traits = Traits(
             check=check_shampoo,
-            operator=("root",),
+            operator=("root", "values", "basis"),
             heavy_ball=True,
             squares=True,
         )
@@ -102,7 +109,14 @@ class Shampoo(Preconditioned):
         roots = exponents(group, len(batch.shape))
         sides = [i for i in range(len(batch.shape)) if roots[i]]
         state = zero_covariances(batch, sides, group["factor_dtype"])
-        state |= {f"root.{i}": batch.eyes(batch.shape[i]) for i in sides}
+        eyes = {i: batch.eyes(batch.shape[i]) for i in sides}
+        if group["form"] == "root":
+            return state | {f"root.{i}": eye for i, eye in eyes.items()}
+        # eigenvalues of which A is the identity
+        one = {"lift": 1 - group["damping"], "relative": 1 / (1 + group["damping"])}
+        for i, eye in eyes.items():
+            values = torch.full_like(eye[..., 0], one.get(group["deficient"], 1.0))
+            state |= {f"values.{i}": values, f"basis.{i}": eye}
         return state
 
     def observe(self, grad: Tensor, state: dict[str, Tensor], group: Mapping[str, Any]) -> None:
@@ -111,7 +125,7 @@ class Shampoo(Preconditioned):
                 observe_side_(state[f"cov.{i}"], grad, i, group["factor_beta"])
             return
         # KL-Shampoo: F_i sees gradients that the other dimensions' roots have whitened
-        factors = _factors(state, grad.ndim - 1)
+        factors = _factors(state, grad.ndim - 1, group)
         for i in sides_of(state):
             sides = [Identity() if j == i else factor for j, factor in enumerate(factors)]
             white = Kron(tuple(sides)).apply(grad)
@@ -126,6 +140,9 @@ class Shampoo(Preconditioned):
         for i in sides_of(state):
             # F̂ corrects for the start at zero: roots have their scale from the first refresh on
             cov = debiased(state, i, group["factor_beta"], group)
+            if group["form"] == "eigen":
+                fresh[f"values.{i}"], fresh[f"basis.{i}"] = eigh(cov)
+                continue
             root, settings = roots[i], (group["damping"], group["deficient"], group["solver"])
             fresh[f"root.{i}"] = inverse_root(cov, root, *settings)
         return {key: where_observed(value, key, state) for key, value in fresh.items()}
@@ -133,20 +150,31 @@ class Shampoo(Preconditioned):
     def direction(
         self, moment: Tensor, state: dict[str, Tensor], group: Mapping[str, Any]
     ) -> Tensor:
-        return Kron(_factors(state, moment.ndim - 1)).apply(moment)
+        return Kron(_factors(state, moment.ndim - 1, group)).apply(moment)
 
 
-def _factors(state: Mapping[str, Tensor], order: int) -> tuple[Factor, ...]:
+def _factors(
+    state: Mapping[str, Tensor], order: int, group: Mapping[str, Any]
+) -> tuple[Factor, ...]:
     """A_i of every dimension; a dimension of exponent 0 has none."""
     factors: list[Factor] = [Identity()] * order
     for i in sides_of(state):
-        factors[i] = Dense(state[f"root.{i}"])
+        if group["form"] == "root":
+            factors[i] = Dense(state[f"root.{i}"])
+        else:
+            values, basis = state[f"values.{i}"], state[f"basis.{i}"]
+            root = exponents(group, order)[i]
+            powers = inverse_power(values, root, group["damping"], group["deficient"])
+            factors[i] = Dense((basis * powers.unsqueeze(-2)) @ basis.mT)
     return tuple(factors)
 
 
 def check_shampoo(group: Mapping[str, Any]) -> None:
     check_choices("Shampoo", group, CHOICES)
     check_factors("Shampoo", group)
+    rule = "'eigh' where form is 'eigen'"
+    fine = group["form"] == "root" or group["solver"] == "eigh"
+    require(fine, "Shampoo", group, "solver", rule)
     # the exponent may depend on the order of a block, which is not known yet
     for order in range(1, 5):
         for root in exponents(group, order):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from isokron.distributed import Ranks
 from isokron.exponents import exponents
-from isokron.linalg import on_host, unfold
+from isokron.linalg import inverse_power, on_host, unfold
 from isokron.optim.adamw_lists import CompactList, FusedList, PartList
 from isokron.optim.blocks import Batch, BatchStep
 from isokron.optim.layout import AdamWList, GroupLayout
@@ -291,6 +291,11 @@ def _conditions(batch: Batch, group: Group) -> Tensor:
             cov, root = batch.read_state(None, (f"cov.{i}", f"root.{i}")).values()
             diagonal = root.diagonal(dim1=1, dim2=2)
             edges.append((*_edges(root, _top(cov.to(root.dtype)), diagonal), powers[i]))
+    elif names >= {"cov", "values", "basis"}:
+        for i in sides_of(batch.state):
+            power, values = exponents(group, len(batch.shape))[i], batch.state[f"values.{i}"]
+            roots = inverse_power(values, power, group["damping"], group["deficient"])
+            edges.append((roots.amax(1), roots.amin(1), power))
     elif "factor" in names:
         keys = [key for key in batch.state if key.split(".")[0] in ("factor", "moment")]
         state = batch.read_state(None, keys)
