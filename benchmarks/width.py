@@ -1,13 +1,16 @@
 """Does the best learning rate of a narrow model carry over to a wide one?
 
-    python benchmarks/width.py [--widths 256,512] [--optimizers adamw,muon]
+    python benchmarks/width.py [--tasks speeches-tiny,llama-bpe]
 
-Byte transformers of 2 layers and heads of 16 dimensions are trained on speeches: 50 steps of 8 x 64
-bytes, linear warmup and a cosine, one seed, one thread. Learning rates are powers of two; a sweep
-is extended until its best rate has a worse one on either side. Width 64 is the base; every other
-width is swept with `param_groups(model, base_shapes=base)` and without. Prints the best rates, and
-by how much more an update changes outputs as the width grows; writes the losses of the widest model
-to docs/width.svg. Runs are in docs/benchmarks/width.json, written after each; what is there is not
+Two families of models with 2 layers, on speeches: byte transformers with heads of 16 dimensions,
+all parameters with one learning rate; and the Llama of task llama-bpe with heads of 40 dimensions,
+its embedding tied to its head, everything but hidden matrices with 3 times their rate. 50 steps of
+8 x 64 bytes or tokens, linear warmup and a cosine, one seed, one thread. Learning rates are powers
+of two; a sweep is extended until its best rate has a worse one on either side. Every width but the
+base is swept with `param_groups(model, base_shapes=base)` and without; with it, logits of a tied
+head are divided by the growth of the width. Prints the best rates, and by how much more an update
+of the byte transformer changes outputs as the width grows; writes the losses of the widest one to
+docs/width.svg. Runs are in docs/benchmarks/width.json, written after each; what is there is not
 trained again.
 """
 
@@ -16,8 +19,9 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-from collections.abc import Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -30,10 +34,10 @@ import isokron
 from isokron.files import write_atomically
 from isokron.report.charts import Line, Mark, Plot, standalone
 from isokron.tasks import load
+from isokron.tasks.llama import MODEL
 from isokron.tasks.speeches import CONTEXT, ByteTransformer
 from isokron.training import batch_order, warmup_cosine
 
-BASE = 64
 STEPS, BATCH = 50, 8
 WINDOWS = 64  # for evaluation
 CLASSES = {
@@ -44,22 +48,75 @@ CLASSES = {
     "katie": isokron.Katie,
 }
 Losses = dict[int, float]  # by learning rate, as an exponent of 2; infinite where a run diverged
+Sweeps = dict[tuple[str, int, bool], Losses]  # by optimizer, width, with base_shapes or without
 
 
-def make_model(width: int) -> ByteTransformer:
-    torch.manual_seed(0)
+def byte_transformer(width: int, scaled: bool) -> nn.Module:
     # heads of one size at every width: their softmax needs no other scale
     return ByteTransformer(CONTEXT, layers=2, width=width, heads=width // 16)
 
 
-def train(optimizer: str, width: int, scaled: bool, exponent: int) -> dict[str, Any]:
+def llama(width: int, scaled: bool) -> nn.Module:
+    import transformers
+
+    size = MODEL["hidden_size"] // MODEL["num_attention_heads"]
+    heads = width // size
+    sizes = {
+        "hidden_size": width,
+        "intermediate_size": MODEL["intermediate_size"] * width // MODEL["hidden_size"],
+        "num_hidden_layers": 2,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+    }
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**(MODEL | sizes)))
+    if scaled:  # the head is stepped as the embedding that it is
+        growth = width / FAMILIES["llama-bpe"].base
+        model.lm_head.register_forward_hook(lambda module, inputs, logits: logits / growth)
+    return model
+
+
+@dataclass(frozen=True)
+class Family:
+    """Models of one task in several widths, and how they are trained."""
+
+    build: Callable[[int, bool], nn.Module]  # (width, with base_shapes)
+    base: int
+    widths: tuple[int, ...]
+    optimizers: tuple[str, ...]
+    first: range  # exponents of the rates tried first at the base width
+    settings: dict[str, Any] = field(default_factory=dict)  # of param_groups
+
+    def model(self, width: int, scaled: bool = False) -> nn.Module:
+        torch.manual_seed(0)
+        return self.build(width, scaled)
+
+    def groups(self, model: nn.Module, scaled: bool) -> list[dict[str, Any]]:
+        base = self.model(self.base) if scaled else None
+        return isokron.param_groups(model, base_shapes=base, **self.settings)
+
+
+FAMILIES = {
+    "speeches-tiny": Family(byte_transformer, 64, (256, 512), tuple(CLASSES), range(-9, -4)),
+    "llama-bpe": Family(
+        llama,
+        80,
+        (240,),
+        ("adamw", "shampoo"),
+        range(-8, -5),
+        {"lr_scale": {"matrices": 1.0, "*": 3.0}},
+    ),
+}
+read_task = cache(load)
+
+
+def train(task: str, optimizer: str, width: int, scaled: bool, exponent: int) -> dict[str, Any]:
     """The loss on held-out windows after training; None if it diverged."""
-    task, model = load("speeches-tiny"), make_model(width)
-    groups = isokron.param_groups(model, base_shapes=make_model(BASE) if scaled else None)
-    stepper = CLASSES[optimizer](groups, lr=2.0**exponent)
+    family, data = FAMILIES[task], read_task(task)
+    model = family.model(width, scaled)
+    stepper = CLASSES[optimizer](family.groups(model, scaled), lr=2.0**exponent)
     schedule = LambdaLR(stepper, lambda step: warmup_cosine(step, STEPS))
-    for indices in batch_order(len(task.train), BATCH, STEPS, seed=0):
-        loss = task.losses(model, task.train.batch(indices)).mean()
+    for indices in batch_order(len(data.train), BATCH, STEPS, seed=0):
+        loss = data.losses(model, data.train.batch(indices)).mean()
         if not math.isfinite(loss.item()):
             return {"loss": None}
         loss.backward()
@@ -67,12 +124,12 @@ def train(optimizer: str, width: int, scaled: bool, exponent: int) -> dict[str, 
         schedule.step()
         stepper.zero_grad()
     with torch.no_grad():
-        final = task.losses(model, task.held_out.batch(torch.arange(WINDOWS))).mean().item()
+        final = data.losses(model, data.held_out.batch(torch.arange(WINDOWS))).mean().item()
     return {"loss": final if math.isfinite(final) else None}
 
 
 def sweep(
-    records: Records, optimizer: str, width: int, scaled: bool, exponents: Iterable[int]
+    records: Records, task: str, optimizer: str, width: int, scaled: bool, exponents: Iterable[int]
 ) -> Losses:
     """Losses at these rates, and at further ones until the best is not at an end."""
     losses: Losses = {}
@@ -80,6 +137,7 @@ def sweep(
     while queue:
         exponent = queue.pop()
         key: dict[str, Any] = {
+            "task": task,
             "optimizer": optimizer,
             "width": width,
             "scaled": scaled,
@@ -104,72 +162,78 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--widths", default="256,512")
-    parser.add_argument("--optimizers", default=",".join(CLASSES))
+    parser.add_argument("--tasks", default=",".join(FAMILIES))
     args = parser.parse_args()
     torch.set_num_threads(1)
-    optimizers = args.optimizers.split(",")
-    widths = [int(width) for width in args.widths.split(",")]
-    base, sweeps = swept(Records("width"), optimizers, widths)
-    print("\n".join(tables(optimizers, widths)))
-    svg = standalone(plot(base, sweeps, max(widths)))
-    write_atomically(FOLDER.parent / "width.svg", [svg.encode()])
+    tasks = args.tasks.split(",")
+    print("\n".join(tables(tasks)))
+    if "speeches-tiny" in tasks:
+        base, sweeps = swept(Records("width"), "speeches-tiny")
+        svg = standalone(plot(base, sweeps, max(FAMILIES["speeches-tiny"].widths)))
+        write_atomically(FOLDER.parent / "width.svg", [svg.encode()])
 
 
-Sweeps = dict[tuple[str, int, bool], Losses]  # by optimizer, width, with base_shapes or without
-
-
-def swept(
-    records: Records, optimizers: Sequence[str], widths: Sequence[int]
-) -> tuple[dict[str, Losses], Sweeps]:
+def swept(records: Records, task: str) -> tuple[dict[str, Losses], Sweeps]:
     """Sweeps at the base width, and at the others with base_shapes and without."""
-    base = {name: sweep(records, name, BASE, False, range(-9, -4)) for name in optimizers}
+    family = FAMILIES[task]
+    base = {
+        name: sweep(records, task, name, family.base, False, family.first)
+        for name in family.optimizers
+    }
     sweeps: Sweeps = {}
-    for width, scaled, name in product(widths, (True, False), optimizers):
+    for width, scaled, name in product(family.widths, (True, False), family.optimizers):
         best = best_rate(base[name])
         # without base_shapes the best rate falls as a power of the width, from ½ to 1
-        middle = best if scaled else best - round(0.7 * math.log2(width / BASE))
+        middle = best if scaled else best - round(0.7 * math.log2(width / family.base))
         start = dict.fromkeys((*neighbours(middle), middle, best))
-        sweeps[name, width, scaled] = sweep(records, name, width, scaled, start)
+        sweeps[name, width, scaled] = sweep(records, task, name, width, scaled, start)
     return base, sweeps
 
 
-def tables(
-    optimizers: Sequence[str] = tuple(CLASSES), widths: Sequence[int] = (256, 512)
-) -> list[str]:
+def tables(tasks: Sequence[str] = tuple(FAMILIES)) -> list[str]:
     """Best rates with their losses; the loss at the base's best rate; changes of outputs."""
-    records = Records("width")
-    base, sweeps = swept(records, optimizers, widths)
-    columns = list(product(widths, (True, False)))
+    records, lines = Records("width"), []
+    for task in tasks:
+        lines += ["", *rate_tables(records, task)]
+    if "speeches-tiny" in tasks:
+        lines += ["", *change_table(records, "speeches-tiny")]
+    return lines[1:]
+
+
+def rate_tables(records: Records, task: str) -> list[str]:
+    family, (base, sweeps) = FAMILIES[task], swept(records, task)
+    columns = list(product(family.widths, (True, False)))
     heads = [f"{width}, {'base_shapes' if scaled else 'without'}" for width, scaled in columns]
-    lines = [f"| best rate, loss | {BASE} | {' | '.join(heads)} |", "|---" * (2 + len(heads)) + "|"]
-    for name in optimizers:
+    lines = [f"| {task}: best rate, loss | {family.base} | {' | '.join(heads)} |"]
+    lines.append("|---" * (2 + len(heads)) + "|")
+    for name in family.optimizers:
         best = [base[name], *(sweeps[name, *column] for column in columns)]
         cells = [f"2^{best_rate(losses)}, {min(losses.values()):.4f}" for losses in best]
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    lines += ["", f"| at the best rate of {BASE} | {' | '.join(optimizers)} |"]
-    lines.append("|---" * (1 + len(optimizers)) + "|")
+    lines += ["", f"| at the best rate of {family.base} | {' | '.join(family.optimizers)} |"]
+    lines.append("|---" * (1 + len(family.optimizers)) + "|")
     for (width, scaled), head in zip(columns, heads, strict=True):
-        at_best = [sweeps[name, width, scaled].get(best_rate(base[name])) for name in optimizers]
+        at_best = [sweeps[name, width, scaled].get(best_rate(base[name])) for name in base]
         cells = ["not run" if loss is None else f"{loss:.4f}" for loss in at_best]
         lines.append(f"| {head} | {' | '.join(cells)} |")
-    return [*lines, "", *change_table(records, optimizers, (128, *widths))]
+    return lines
 
 
-def output_change(optimizer: str, width: int) -> dict[str, Any]:
+def output_change(task: str, optimizer: str, width: int) -> dict[str, Any]:
     """RMS of UX over that of X, U the update of step 8 at lr = 1 and X a hidden matrix's inputs.
 
     The geometric mean over all hidden matrices, without base_shapes.
     """
-    task, model, lr = load("speeches-tiny"), make_model(width), 1e-4
+    data, model, lr = read_task(task), FAMILIES[task].model(width), 1e-4
     stepper = CLASSES[optimizer](isokron.param_groups(model), lr=lr, weight_decay=0.0)
     inputs: dict[nn.Module, Tensor] = {}
-    layers = [layer for layer in model.blocks.modules() if isinstance(layer, nn.Linear)]
+    blocks = model.get_submodule("blocks")
+    layers = [layer for layer in blocks.modules() if isinstance(layer, nn.Linear)]
     for layer in layers:
         layer.register_forward_hook(lambda layer, x, _: inputs.update({layer: x[0].detach()}))
-    for indices in batch_order(len(task.train), BATCH, 8, seed=0):
+    for indices in batch_order(len(data.train), BATCH, 8, seed=0):
         before = [layer.weight.detach().clone() for layer in layers]
-        task.losses(model, task.train.batch(indices)).mean().backward()
+        data.losses(model, data.train.batch(indices)).mean().backward()
         stepper.step()
         stepper.zero_grad()
     logs = []
@@ -180,29 +244,36 @@ def output_change(optimizer: str, width: int) -> dict[str, Any]:
     return {"change": math.exp(statistics.fmean(logs))}
 
 
-def change_table(records: Records, optimizers: Sequence[str], widths: Sequence[int]) -> list[str]:
+def change_table(records: Records, task: str) -> list[str]:
     """By which factor outputs change more than at the base width, and what lr_scale assumes."""
+    family = FAMILIES[task]
+    widths = (2 * family.base, *family.widths)
     lines = ["| | " + " | ".join(f"{width}: measured | rule" for width in widths) + " |"]
     lines.append("|---" * (1 + 2 * len(widths)) + "|")
-    for name in optimizers:
+    for name in family.optimizers:
         changes = {
             width: records.once(
-                partial(output_change, name, width), measure="change", optimizer=name, width=width
+                partial(output_change, task, name, width),
+                task=task,
+                measure="change",
+                optimizer=name,
+                width=width,
             )["change"]
-            for width in (BASE, *widths)
+            for width in (family.base, *widths)
         }
         cells = []
         for width in widths:
-            groups = isokron.param_groups(make_model(width), base_shapes=make_model(BASE))
-            by_name = {n: g for g in CLASSES[name](groups).param_groups for n in g["param_names"]}
+            groups = CLASSES[name](family.groups(family.model(width), True)).param_groups
+            by_name = {n: group for group in groups for n in group["param_names"]}
             scale = by_name["blocks.0.query.weight"]["lr_scale"]
-            cells.append(f"{changes[width] / changes[BASE]:.2f} | {1 / scale:.2f}")
+            cells.append(f"{changes[width] / changes[family.base]:.2f} | {1 / scale:.2f}")
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return lines
 
 
 def plot(base: dict[str, Losses], sweeps: Sweeps, width: int) -> Plot:
     """Excess loss over the best of its sweep, by rate relative to the best at the base width."""
+    narrow = FAMILIES["speeches-tiny"].base
     lines, marks = [], []
     for colour, name in enumerate(base):
         for scaled in (True, False):
@@ -220,11 +291,11 @@ def plot(base: dict[str, Losses], sweeps: Sweeps, width: int) -> Plot:
             ]
     return Plot(
         "width",
-        f"Learning rates of width {BASE} at width {width}",
+        f"Learning rates of width {narrow} at width {width}",
         f"Loss above the best of the sweep at width {width}, by the learning rate divided by the "
-        f"best one at width {BASE}. Thick lines: with base_shapes; thin lines: without. A ring "
+        f"best one at width {narrow}. Thick lines: with base_shapes; thin lines: without. A ring "
         "marks the best rate.",
-        f"learning rate / best learning rate at width {BASE}",
+        f"learning rate / best learning rate at width {narrow}",
         "nats per byte above the best",
         lines,
         marks,
