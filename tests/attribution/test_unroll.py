@@ -144,23 +144,30 @@ def test_with_operators_scores_are_the_derivative_at_the_operators_of_the_run(
     task = small_task(dead=False)
     model = make_model(task, 0)
     optimizer = OPERATORS[name](model)
-    operators: list[dict[str, Tensor]] = []
-    method = type(optimizer)
-    compute = method.refresh  # type: ignore[attr-defined]
+    # what comes from statistics: operators, and how SOAP's variances turn with its bases
+    functions = [(type(optimizer), "refresh"), (isokron.optim.soap, "turned_variances")]
+    results: dict[str, list[Any]] = {name: [] for _, name in functions}
 
-    def record(*arguments: Any) -> dict[str, Tensor]:
-        operators.append(compute(*arguments))
-        return operators[-1]
+    def recording(owner: Any, function: str) -> Callable[..., Any]:
+        compute = getattr(owner, function)
 
-    monkeypatch.setattr(method, "refresh", record)
+        def record(*arguments: Any) -> Any:
+            results[function].append(compute(*arguments))
+            return results[function][-1]
+
+        return record
+
+    for owner, function in functions:
+        monkeypatch.setattr(owner, function, recording(owner, function))
     run = task_run(task, model, optimizer, STEPS, 0)
     run.train()
-    assert len(operators) > 3
+    assert len(results["refresh"]) > 3
 
     def train_frozen(weights: Tensor) -> Any:
-        """Train with the recorded operators, whatever the gradients are."""
-        replayed = iter(operators)
-        monkeypatch.setattr(method, "refresh", lambda *_: next(replayed))
+        """Train with the recorded results, whatever the gradients are."""
+        for owner, function in functions:
+            replayed = iter(results[function])
+            monkeypatch.setattr(owner, function, lambda *_, replayed=replayed: next(replayed))
         return run.train(weights)
 
     queries = query_losses(task)

@@ -23,7 +23,11 @@ def naive_soap(
     correct: bool = True,
     beta3: float | None = None,
 ) -> Any:
-    """Adam in the basis; the moment is kept outside of it, the variances turn with it."""
+    """Adam in the basis; the moment is kept outside of it, the variances turn with it.
+
+    What turning makes of the diagonal of a factor says by how much it is wrong; and the square of
+    the moment cannot be larger than that of the gradients it is made of.
+    """
     shape = grads[0].shape
     sides = tuple(range(len(shape))) if sides is None else sides
     cov = {i: torch.zeros(shape[i], shape[i]).double() for i in sides}
@@ -39,8 +43,16 @@ def naive_soap(
                     new = torch.linalg.qr(cov[i] @ basis[i][:, order]).Q
                 else:
                     new = torch.linalg.eigh(cov[i]).eigenvectors
-                v = times(v, (new.T @ basis[i]) ** 2, i)
+                evened, old = (new.T @ basis[i]) ** 2, basis[i]
+                right, wrong = diagonal(cov[i], new), evened @ diagonal(cov[i], old)
+                v = times(v, (right / wrong)[:, None] * evened, i)
                 basis[i] = new
+            if BETAS[0] ** 2 < beta2:
+                weight = (1 - BETAS[0] ** 2 / beta2) * (1 if beta2 == 1 else 1 - beta2)
+                rotated = m
+                for i in sides:
+                    rotated = times(rotated, basis[i].T, i)
+                v = torch.maximum(v, rotated**2 * weight / (1 - BETAS[0]) ** 2)
             started = True
         turned = g
         for i in sides:
@@ -55,6 +67,15 @@ def naive_soap(
             update = times(update, basis[i], i)
         updates.append(update)
     return updates
+
+
+def full(lower: Tensor) -> Tensor:
+    return lower.tril() + lower.tril(-1).T
+
+
+def diagonal(matrix: Tensor, basis: Tensor) -> Tensor:
+    values = (basis.T @ matrix @ basis).diagonal()
+    return values.clamp(min=1e-4 * values.mean())
 
 
 SETTINGS: dict[str, Any] = {
@@ -158,15 +179,32 @@ def test_a_basis_within_tolerance_is_kept() -> None:
     assert not torch.equal(first, torch.eye(5))
 
 
-def test_variances_turn_with_the_basis_and_keep_their_sum() -> None:
-    weight = nn.Parameter(torch.zeros(5, 6, dtype=torch.float64))
-    optimizer = isokron.SOAP([weight], every=4, start=4, betas=(0.9, 0.5))
-    sums = []
-    for grad in gradients((5, 6), 4):
-        weight.grad = grad
+@pytest.mark.parametrize("basis", ["qr", "eigh"])
+def test_variances_in_a_new_basis_are_those_of_the_factors(basis: str) -> None:
+    """Up to LEAST, where a block has one dimension and the step of a refresh has no gradient."""
+    weight = nn.Parameter(torch.zeros(6, dtype=torch.float64))
+    group = {"params": [weight], "vectors": True, "every": 2}
+    optimizer = isokron.SOAP([group], betas=(0.9, 0.8), basis=basis)
+    for t, grad in enumerate(gradients((6,), 8), start=1):
+        weight.grad = grad * (t % 2)
         optimizer.step()
-        sums.append((optimizer.state[weight]["variance.0"].sum(), grad.square().sum()))
-    torch.testing.assert_close(sums[3][0], 0.5 * sums[2][0] + 0.5 * sums[3][1])
+    state = optimizer.state[weight]
+    expected = diagonal(full(state["cov.0.0"]), state["basis.0.0"])
+    torch.testing.assert_close(state["variance.0"].flatten(), expected, rtol=1e-3, atol=0)
+
+
+def test_steps_after_a_turn_are_no_longer_than_gradients_allow() -> None:
+    """In the basis of a gradient it is diagonal, which sums over rows and columns do not tell."""
+    weight = nn.Parameter(torch.zeros(5, 6, dtype=torch.float64))
+    optimizer = isokron.SOAP([weight], start=2, graft=None)
+    for grad in (gradients((5, 6), 1)[0], torch.zeros(5, 6)):
+        weight.grad = grad.double()
+        optimizer.step()
+    state = optimizer.state[weight]
+    rotated, variance = state["rotated.0"], state["variance.0"]
+    most = 0.1**2 / (0.05 * (1 - 0.9**2 / 0.95))  # of M²/E, for any gradients
+    ratio = rotated.square() / variance * (0.95 / 0.9**2)  # as it was before the second step
+    assert 0.9 * most < ratio.max() <= most * (1 + 1e-6)
 
 
 @pytest.mark.parametrize(

@@ -394,7 +394,7 @@ def _eigen(layer: Layer, blocks: Sequence[BlockState], bias: Tensor | None) -> d
     """Bases and second moments of a layer of SOAP.
 
     Blocks that are side by side have bases of their own: those of the summed factors take their
-    place, with Λ the diagonal of the blocks' operators in them, as SOAP itself turns it.
+    place, with Λ the diagonal of the blocks' operators in them.
     """
     _, outputs, inputs = layer.shape
     like = blocks[0].factors[0]

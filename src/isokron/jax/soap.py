@@ -9,9 +9,11 @@ import optax
 from isokron.jax import moments
 from isokron.jax.blocks import BlockBatch, Settings
 from isokron.jax.learning_rate import with_learning_rate
-from isokron.jax.linalg import across, eigh, eyes, follow, multiply, offdiagonal
+from isokron.jax.linalg import across, eigh, eyes, follow, multiply, nonzero, offdiagonal
 from isokron.jax.settings import FactorSettings, Static, is_zero, settle
 from isokron.jax.transform import Gradients, Method, State, scale_by_preconditioned
+
+LEAST = 1e-4  # of the mean eigenvalue, as in isokron.optim.soap
 
 
 def scale_by_soap(
@@ -88,16 +90,33 @@ def _refreshed_basis(state: State, side: int, settings: Settings) -> jax.Array:
     return jnp.where(across(fits, cov), old, basis)
 
 
-def _install(bases: State, state: State) -> State:
-    """Turn what lives in the basis with it: R = Q_oldᵀ Q_new, M ← RᵀM, E ← (R⊙R)ᵀE."""
-    # the last is exact for a permutation, and for uncorrelated coordinates
+def _install(bases: State, state: State, settings: Settings) -> State:
+    """Turn what lives in the basis with it: R = Q_oldᵀQ_new, M ← RᵀM, E ← (R⊙R)ᵀE, mended.
+
+    See isokron.optim.soap.
+    """
     rotated, variance = state["rotated"], state["variance"]
     for key, basis in bases.items():
-        side = int(key[6:])
-        turn = basis.mT @ state[key]
+        side, old, cov = int(key[6:]), state[key], state[f"cov.{key[6:]}"]
+        turn = basis.mT @ old
+        squares = jnp.square(turn)
+        sums = squares @ _diagonal(cov, old)
+        scale = jnp.where(sums > 0, _diagonal(cov, basis) / nonzero(sums), 1)
         rotated = multiply(rotated, turn, side)
-        variance = multiply(variance, jnp.square(turn), side)
+        variance = multiply(variance, squares * scale, side)
+    beta1, beta2 = settings["betas"]
+    # 1 − β₁²/β₂; 0: there is no bound on M²/E
+    room = jnp.maximum(beta2 - beta1 * beta1, 0) / jnp.maximum(beta2, 1e-30)
+    least = room * (1 - beta2) / (1 - beta1) ** 2 * jnp.square(rotated)
+    variance = jnp.maximum(variance, least.astype(variance.dtype))
     return {"rotated": rotated, "variance": variance, **bases}
+
+
+def _diagonal(cov: jax.Array, basis: jax.Array) -> jax.Array:
+    """Of QᵀFQ, and at least LEAST of its mean. [B, d, 1]"""
+    wide = basis.astype(jnp.promote_types(cov.dtype, basis.dtype))
+    values = jnp.sum(wide * (cov.astype(wide.dtype) @ wide), axis=-2)[..., None]
+    return jnp.maximum(values, LEAST * values.mean(axis=-2, keepdims=True)).astype(basis.dtype)
 
 
 def _direction(grads: Gradients, state: State, settings: Settings) -> tuple[jax.Array, State]:

@@ -55,7 +55,7 @@ class Method(NamedTuple):
     direction(gradients, state, settings) → the direction, and the state it changed.
     observe(gradients, state, settings) → the state it changed.
     refresh(gradients, state, settings) → new operators.
-    install(operators, state) → all state that they change, under the names in `operator`.
+    install(operators, state, settings) → all state that they change, under the names in `operator`.
     splits(shape, settings) → how a layer is cut into blocks; empty to leave it to Adam.
     prepare, finish(batches, layout, settings) → first moments, or directions, of all batches; for
     operations on whole layers, such as a norm.
@@ -65,7 +65,7 @@ class Method(NamedTuple):
     direction: Callable[[Gradients, State, Settings], tuple[jax.Array, State]]
     observe: Callable[[Gradients, State, Settings], State] = lambda grads, state, settings: {}
     refresh: Callable[[Gradients, State, Settings], State] = lambda grads, state, settings: {}
-    install: Callable[[State, State], State] = lambda operators, state: operators
+    install: Callable[[State, State, Settings], State] = lambda operators, *_: operators
     splits: Splitter = blocks.matrix_splits
     prepare: Callable[[Arrays, TreeLayout, Settings], Arrays] = lambda moments, *_: moments
     finish: Callable[[Arrays, TreeLayout, Settings], Arrays] = lambda directions, *_: directions
@@ -342,7 +342,7 @@ def _refreshed(
             failures = ~jnp.stack(finite).all(axis=0) & grads.live
             # a block whose operators are not finite keeps those it has
             fresh = _updated({key: state[key] for key in fresh}, fresh, ~failures & grads.live)
-        return _updated(operators, method.install(fresh, state), grads.live), failures
+        return _updated(operators, method.install(fresh, state, settings), grads.live), failures
 
     now = refresh_due(settings)
     if now is True:

@@ -37,6 +37,8 @@ from isokron.optim.settings import (
     require,
 )
 
+# Of the mean eigenvalue: products of two in E are far above squares of rounding errors in M.
+LEAST = 1e-4
 GROUP_SETTINGS: dict[str, Any] = {"variances": "rotated", **FACTOR_SETTINGS}
 
 
@@ -126,8 +128,7 @@ class SOAP(Preconditioned):
 
     def _refreshed(self, state: dict[str, Tensor], side: int, group: Mapping[str, Any]) -> Tensor:
         old = state[f"basis.{side}"]
-        cov = state[f"cov.{side}"]
-        cov = mirror_(cov.to(torch.promote_types(cov.dtype, old.dtype), copy=True))
+        cov = _symmetric(state[f"cov.{side}"], old.dtype)
         old = old.to(cov.dtype)
         basis = _basis(cov, group) if group["basis"] == "eigh" else follow(cov, old)
         if group["tolerance"]:
@@ -138,17 +139,28 @@ class SOAP(Preconditioned):
     def install(
         self, fresh: dict[str, Tensor], state: dict[str, Tensor], group: Mapping[str, Any]
     ) -> None:
-        """What lives in the basis turns with it: R = Q_oldᵀ Q_new, M ← RᵀM, E ← (R⊙R)ᵀE.
+        """What lives in the basis turns with it: R = Q_oldᵀQ_new, M ← RᵀM, E ← (R⊙R)ᵀE, mended.
 
-        The last is exact for a permutation, and for uncorrelated coordinates.
+        (R⊙R)ᵀE takes coordinates for uncorrelated, which evens E out: after a large turn steps are
+        those of momentum. What it does to d(Q), the diagonal of QᵀFQ, is known: that becomes
+        (R⊙R)ᵀd(Q_old) and should be d(Q_new). E is scaled by their ratio.
         """
+        rotated, variance = state["rotated"], state["variance"]
         for key, basis in fresh.items():
-            dim = int(key[6:]) - (state["variance"].ndim - 1)
+            dim = int(key[6:]) - (variance.ndim - 1)
             turn = basis.mT @ state[key]
-            state["rotated"].copy_(multiply(state["rotated"], turn, dim))
+            rotated = multiply(rotated, turn, dim)
             if group["variances"] == "rotated":
-                state["variance"].copy_(multiply(state["variance"], turn.square(), dim))
+                evened = turned_variances(turn, state[f"cov.{key[6:]}"], state[key], basis)
+                variance = multiply(variance, evened, dim)
             state[key].copy_(basis)
+        beta1, beta2 = group["betas"]
+        if group["variances"] == "rotated" and beta1 * beta1 < beta2:  # else there is no bound
+            # M² ≤ E Σ v²/w (Cauchy-Schwarz), v and w what M and E weigh gradients with
+            weight = (1 - beta1 * beta1 / beta2) * (1 - beta2 if beta2 < 1 else 1.0)
+            variance = torch.maximum(variance, rotated.square() * (weight / (1 - beta1) ** 2))
+        state["rotated"].copy_(rotated)
+        state["variance"].copy_(variance)
 
     def direction(self, grad: Tensor, state: dict[str, Tensor], group: Mapping[str, Any]) -> Tensor:
         beta1, beta2 = group["betas"]
@@ -164,6 +176,25 @@ class SOAP(Preconditioned):
 def _basis(cov: Tensor, group: Mapping[str, Any]) -> Tensor:
     """Eigenvectors by descending eigenvalue; ascending, as published for variances that stay."""
     return eigenbasis(cov) if group["variances"] == "rotated" else eigenbasis(cov).flip(-1)
+
+
+def _symmetric(cov: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy with both triangles, at least as precise as `dtype`. [B, d, d]"""
+    return mirror_(cov.to(torch.promote_types(cov.dtype, dtype), copy=True))
+
+
+def turned_variances(turn: Tensor, cov: Tensor, old: Tensor, basis: Tensor) -> Tensor:
+    """(R⊙R)ᵀ, its rows scaled so that it turns F's diagonal in the old basis into the new one."""
+    squares, cov = turn.square(), _symmetric(cov, basis.dtype)
+    sums = squares @ _diagonal(cov, old)
+    return squares * torch.where(sums > 0, _diagonal(cov, basis) / sums, 1.0)
+
+
+def _diagonal(cov: Tensor, basis: Tensor) -> Tensor:
+    """Of QᵀFQ, and at least LEAST of its mean. [B, d, 1]"""
+    wide = basis.to(cov.dtype)
+    values = (wide * (cov @ wide)).sum(-2).unsqueeze(-1)
+    return values.maximum(LEAST * values.mean(-2, keepdim=True)).to(basis.dtype)
 
 
 def _eigen(state: Mapping[str, Tensor]) -> KronEigen:
