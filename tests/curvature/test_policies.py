@@ -11,7 +11,7 @@ from isokron.curvature import CrossEntropy, Curvature, fit
 
 LOSS = CrossEntropy()
 POLICIES = ["all", "auto", "hybrid"]
-METHODS = ["kfac", "tkfac", "shampoo"]
+METHODS = ["kfac", "tkfac", "shampoo", "ekfac"]
 CLASSES, WIDTH, TERMS = 9, 12, 6
 
 
@@ -58,13 +58,12 @@ def test_all_policies_have_the_same_inverses_and_powers(policy: str, method: str
         assert math.isclose(mine["effective_rank"], theirs["effective_rank"], rel_tol=1e-7)
 
 
-@pytest.mark.parametrize("method", [*METHODS, "ekfac"])
+@pytest.mark.parametrize("method", METHODS)
 def test_single_layers_may_keep_their_gradients(method: str) -> None:
     plain, kept = fitted(method), fitted(method, policy={"1": "all"})
     assert {r["layer"]: r["columns"] for r in kept.report()} == {"0.0": None, "0.3": None, "1": 6}
-    right = fitted("kfac" if method == "ekfac" else method)["1"].to_dense()
-    torch.testing.assert_close(kept["1"].to_dense(), right)
-    assert kept.layers["1"].method == ("kfac" if method == "ekfac" else method)
+    torch.testing.assert_close(kept["1"].to_dense(), plain["1"].to_dense())
+    assert kept.layers["1"].method == method
     torch.testing.assert_close(kept["0.3"].to_dense(), plain["0.3"].to_dense())
     with pytest.raises(ValueError, match=r"policy must name layers.*got 'head'; these are 0\.0"):
         fitted(method, policy={"head": "all"})
@@ -148,6 +147,54 @@ def test_policies_that_are_not_right_are_errors(options: dict[str, object], mess
         fitted("kfac", **options)
 
 
-def test_ekfac_needs_whole_output_sides() -> None:
-    with pytest.raises(ValueError, match=r"policy='all'.*use policy='dense', or method='kfac'"):
-        fitted("ekfac", policy="all")
+@pytest.mark.parametrize("terms", [3, 6, 30])
+@pytest.mark.parametrize("positions", [1, 2])
+def test_corrected_eigenvalues_of_kept_gradients_are_those_of_the_dense_fisher(
+    terms: int, positions: int
+) -> None:
+    """(F + λI)⁻¹ of F = Q Λ Qᵀ with every Q_A of A and Q_G of G, from its definition."""
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 8).double()
+    inputs, targets = (
+        torch.randn(terms, positions, 4).double(),
+        torch.randint(8, (terms, positions)),
+    )
+    loss = CrossEntropy()
+    kept = fit(layer, [(inputs, targets)], loss, "ekfac", dtype=torch.float64, policy="all")
+    rows = torch.nn.functional.pad(inputs, (0, 1), value=1.0)
+    slopes = layer(inputs).softmax(-1) - nn.functional.one_hot(targets, 8)
+    slopes = slopes.detach()
+    left = torch.linalg.eigh(torch.einsum("nso,nsp->op", slopes, slopes)).eigenvectors
+    right = torch.linalg.eigh(torch.einsum("nsi,nsj->ij", rows, rows)).eigenvectors
+    grads = torch.einsum("nso,nsi->noi", slopes, rows)  # an example's gradient, M = N·S terms
+    values = (left.T @ grads @ right).square().sum(0) / (terms * positions)
+    basis = torch.kron(left.contiguous(), right.contiguous())
+    dense = basis @ values.flatten().diag() @ basis.T
+    torch.testing.assert_close(kept[""].to_dense()[0], dense, rtol=1e-11, atol=1e-12)
+    wanted = torch.linalg.inv(dense + 0.01 * torch.eye(len(dense)).double())
+    found = kept.inverse(0.01)[""].to_dense()[0]
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+    clipped = kept.inverse(0.01, max_condition=50.0)
+    values = (values + 0.01).clamp_min(float(values.max() + 0.01) / 50)
+    wanted = basis @ values.reciprocal().flatten().diag() @ basis.T
+    torch.testing.assert_close(clipped[""].to_dense()[0], wanted, rtol=1e-10, atol=1e-10)
+    assert kept.layers[""].method == kept.report()[0]["method"] == "ekfac"
+
+
+def test_gradients_outside_of_those_kept_have_their_trace() -> None:
+    """Labels drawn anew for the second pass: gradients leave the span of the first."""
+    options = {"fisher": "sampled", "seed": 1}
+    plain, kept = (fitted("ekfac", policy=rule, **options) for rule in ("dense", "all"))
+    assert plain.trace() == pytest.approx(kept.trace(), rel=1e-12)
+    last = kept["0.3"].eigenvalues[:, -1]  # type: ignore[union-attr]
+    assert bool((last > 1e-6).any())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_report_has_the_condition_of_each_side(policy: str) -> None:
+    records = (fitted("kfac", policy=rule).report() for rule in ("dense", policy))
+    for plain, kept in zip(*records, strict=True):
+        for side in ("condition_output", "condition_input"):
+            assert (kept[side] > 1e12) == (plain[side] > 1e12)
+            if plain[side] < 1e12:
+                assert kept[side] == pytest.approx(plain[side])

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from isokron.curvature import find_layers
+from isokron.curvature.layer_report import log_line
 from isokron.curvature.running_fisher import RunningFisher, decompose
+from isokron.curvature.statistics import Sums, Uses, eigenvalues_, means_of
 
 OUTPUTS, INPUTS = 9, 6
 POLICIES = ("dense", "auto", "hybrid", "all")
@@ -38,7 +40,7 @@ def fisher_of(
             left = left * a.norm(dim=1)[None, :, None]
             right = right * g.norm(dim=1)[None, :, None]
         means = {"input": right.mT @ right / len(g)}
-        if fisher.thin:
+        if fisher.capacity:
             means["columns"] = left.mT / math.sqrt(len(g))
         else:
             means["output"] = left.mT @ left / len(g)
@@ -65,9 +67,13 @@ def naive_sides(
     return outputs, inputs / inputs.trace() if method == "tkfac" else inputs
 
 
-def naive_inverse(sides: tuple[Tensor, Tensor], damping: float, condition: float | None) -> Tensor:
+def naive_inverse(sides: tuple[Tensor, Tensor], damping: Any, condition: float | None) -> Tensor:
     """H⁻¹ on row-major matrices, by a dense eigendecomposition of the whole."""
     left, right = sides
+    if isinstance(damping, tuple):
+        eyes = torch.eye(OUTPUTS).double(), torch.eye(INPUTS).double()
+        left, right = left + damping[0] * eyes[0], right + damping[1] * eyes[1]
+        damping = 0.0
     fisher = torch.kron(left, right)
     values, basis = torch.linalg.eigh(fisher + damping * torch.eye(len(fisher)).double())
     if condition is not None:
@@ -76,46 +82,88 @@ def naive_inverse(sides: tuple[Tensor, Tensor], damping: float, condition: float
 
 
 @pytest.mark.parametrize("condition", [None, 30.0])
+@pytest.mark.parametrize("damping", [1e-3, (0.02, 0.1)])
+@pytest.mark.parametrize("t_max", [None, 6])  # of the 9 outputs: a whole basis, and a thin one
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("method", ["kfac", "tkfac"])
 def test_every_policy_and_damping_is_the_dense_inverse(
-    method: str, policy: str, condition: float | None, monkeypatch: pytest.MonkeyPatch
+    method: str, policy: str, t_max: int | None, damping: Any, condition: float | None
 ) -> None:
-    monkeypatch.setattr("isokron.operators.low_rank.LARGE", 8)  # so that "hybrid" keeps columns
-    data = [observations(0, 2), observations(1, 3)]  # of rank 5 < 9, within rho·o
-    fisher = fisher_of(data, method, policy=policy)
-    assert fisher.thin == (policy != "dense")
-    inverse = naive_inverse(naive_sides(data, method), 1e-3, condition)
+    data = [observations(0, 2), observations(1, 3)]  # of rank 5 < 9
+    fisher = fisher_of(data, method, policy=policy, t_max=t_max, o_max=8)
+    # T of "auto" is the capacity, by default 18, more than ¾ of 9
+    keeps = policy in ("all", "hybrid") or (policy == "auto" and t_max == 6)
+    assert (fisher.capacity > 0) == keeps
+    assert fisher.thin == (keeps and t_max == 6)
+    inverse = naive_inverse(naive_sides(data, method), damping, condition)
     gradient = torch.randn(1, OUTPUTS, INPUTS, dtype=torch.float64)
-    direction = fisher.direction(gradient, 1e-3, condition)
+    direction = fisher.direction(gradient, damping, condition)
     wanted = (inverse @ gradient.flatten()).view_as(gradient)
     torch.testing.assert_close(direction, wanted, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("outputs", [4_000, 9_000, 50_257])
+def test_auto_keeps_the_columns_of_a_wide_head_however_many_there_were(outputs: int) -> None:
+    with torch.device("meta"):
+        layer = find_layers(nn.Linear(4, outputs, bias=False), max_side=None).layers[0]
+    for settings in ({}, {"t_max": 1024}):
+        fisher = RunningFisher(layer, "kfac", "auto", **settings)
+        assert fisher.thin
+        shapes = fisher.shapes(True)
+        assert all(outputs not in shape[2:] for shape in shapes.values())
+        assert "output" not in shapes
+    # one with fewer columns than t_max has no use for a dense basis either
+    assert RunningFisher(layer, "kfac", "auto", t_max=outputs).capacity == 0
+
+
 @pytest.mark.parametrize("policy", ["auto", "all"])
-def test_many_gradients_become_a_covariance_or_as_many_columns_as_outputs(policy: str) -> None:
+def test_as_many_columns_as_outputs_lose_nothing(policy: str) -> None:
     data = [observations(seed, 7) for seed in range(6)]
-    fisher = fisher_of(data, policy=policy)
-    assert fisher.thin == (policy == "all")
-    assert fisher.lost == 0.0
+    fisher = fisher_of(data, policy=policy, rho=1.0, t_max=9)
+    assert int(fisher.state["count"]) == 9
+    assert fisher.record(1e-2, None)["lost"] == 0.0
     gradient = torch.randn(1, OUTPUTS, INPUTS, dtype=torch.float64)
     wanted = naive_inverse(naive_sides(data), 1e-2, None) @ gradient.flatten()
     direction = fisher.direction(gradient, 1e-2, None)
     torch.testing.assert_close(direction.flatten(), wanted, rtol=1e-9, atol=1e-9)
 
 
-def test_columns_past_t_max_are_the_best_of_their_number_and_the_loss_is_known() -> None:
+def test_columns_past_t_max_are_the_best_and_the_others_count_evenly() -> None:
     data = [observations(0, 8)]
     fisher = fisher_of(data, policy="all", t_max=8)
-    assert (int(fisher.state["count"]), fisher.lost) == (8, 0.0)
+    assert (int(fisher.state["count"]), fisher.record(1e-3, None)["lost"]) == (8, 0.0)
     fisher = fisher_of([*data, observations(1, 4)], policy="all", t_max=8, beta=1.0)
     first = data[0][0] / math.sqrt(12)  # of weight 8/12 after the second observation
     values, basis = torch.linalg.eigh(first.mT @ first)
     best = basis[:, -4:] @ torch.diag(values[-4:]) @ basis[:, -4:].mT
     later = observations(1, 4)[0] / math.sqrt(12)
-    columns = fisher.state["columns"][0, :, :8]
-    torch.testing.assert_close(columns @ columns.mT, best + later.mT @ later, rtol=1e-9, atol=1e-12)
-    assert fisher.lost == pytest.approx(float(values[:-4].sum() / values.sum()))
+    kept = best + later.mT @ later
+    columns = fisher.state["columns"][0] * fisher.state["lengths"][0]
+    torch.testing.assert_close(columns @ columns.mT, kept, rtol=1e-9, atol=1e-12)
+    lost = float(values[:-4].sum())
+    record = fisher.record(1e-3, None)
+    assert record["lost"] == pytest.approx(lost / (lost + float(kept.trace())))
+    # one direction of nine is outside of the eight columns
+    _, basis = torch.linalg.eigh(kept)
+    output = kept + lost * basis[:, :1] @ basis[:, :1].mT
+    _, inputs = naive_sides([*data, observations(1, 4)], beta=1.0)
+    gradient = torch.randn(1, OUTPUTS, INPUTS, dtype=torch.float64)
+    wanted = naive_inverse((output, inputs), 1e-3, None) @ gradient.flatten()
+    direction = fisher.direction(gradient, 1e-3, None)
+    torch.testing.assert_close(direction.flatten(), wanted, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_columns_in_half_precision_are_decayed_and_as_right_as_their_rounding(
+    dtype: torch.dtype,
+) -> None:
+    """Weights of 0.999 would round to 1, and gradients of 1e-7 to 0 in float16."""
+    data = [tuple(1e-6 * x for x in observations(seed, 1)) for seed in range(6)]
+    stored = fisher_of(data, policy="all", t_max=8, beta=0.999, dtype=dtype)
+    right = fisher_of(data, policy="all", t_max=8, beta=0.999)
+    assert stored.state["columns"].dtype is dtype
+    for key, rtol in (("lengths", 1e-12), ("values.output", 2e-2)):
+        torch.testing.assert_close(stored.state[key], right.state[key], rtol=rtol, atol=0)
 
 
 def test_clipped_eigenvalues_are_counted_and_the_condition_number_holds() -> None:
@@ -207,6 +255,65 @@ def test_small_eigenvalues_along_axes_are_not_taken_for_rounding() -> None:
         wanted = inverse.direction(gradient, damping, None)
         direction = fisher.direction(gradient.float(), damping, None).double()
         assert (direction - wanted).norm() < 1e-4 * wanted.norm()
+
+
+def test_eigenvalues_of_a_thin_basis_keep_their_sum_when_it_changes() -> None:
+    """Λ' is the diagonal in the new basis of QΛQᵀ + (I − QQᵀ)λ₀, and the rest of its trace."""
+    fisher = fisher_of([observations(0, 4)], "ekfac", policy="all", t_max=7)
+    values = fisher.state["eigenvalues"]
+    left, right = (fisher.state[f"basis.{side}"][0].clone() for side in ("output", "input"))
+    real = (left != 0).any(0)
+    assert int(real.sum()) == 4
+    values.copy_(torch.rand_like(values))
+    values[:, :-1] = torch.where(real[:, None], values[:, :-1], values[:, -1:])
+    inside, outside = values[0, :-1][real].clone(), values[0, -1].clone()
+    left = left[:, real]
+    span = torch.kron(left, right)
+    beyond = torch.eye(OUTPUTS).double() - left @ left.mT
+    operator = span @ inside.flatten().diag() @ span.mT
+    operator += torch.kron(beyond, right @ outside.diag() @ right.mT)
+    g, a = observations(1, 3)
+    means = {"input": (a.mT @ a / 3)[None], "columns": g.mT[None] / math.sqrt(3)}
+    fisher.fold_(means, 3, 3, 0.5)
+    (pairs,) = decompose([fisher])
+    assert pairs is not None
+    fisher.refresh_(pairs)
+    new = fisher.state["basis.output"][0]
+    both = torch.kron(new, fisher.state["basis.input"][0])
+    diagonal = (both * (operator @ both)).sum(0).view(7, INPUTS)
+    found = fisher.state["eigenvalues"][0]
+    torch.testing.assert_close(found[:-1], diagonal, rtol=1e-9, atol=1e-12)
+    total = found[:-1].sum() + (OUTPUTS - 7) * found[-1].sum()
+    torch.testing.assert_close(total, operator.trace())
+
+
+@pytest.mark.parametrize("terms", [5, 30])
+@pytest.mark.parametrize("damping", [1e-2, (0.1, 0.2)])
+def test_measured_eigenvalues_of_columns_are_divided_by(terms: int, damping: Any) -> None:
+    """Λ = mean (Q_Gᵀ∇Q_A)² inside, what its trace lacks outside; all of Λ where T ≥ o."""
+    t_max = 6 if terms < OUTPUTS else None
+    data = observations(0, terms)
+    fisher = fisher_of([data], "ekfac", policy="all", t_max=t_max)
+    g, a = observations(1, terms)
+    sums, bases = Sums(), fisher.bases()
+    assert bases is not None
+    eigenvalues_(sums, Uses(a[None, :, None], g[None, :, None], "dense"), bases, INPUTS)
+    fisher.fold_(means_of(sums, terms, g), terms, terms, 0.0)
+    left, right = (torch.linalg.eigh(x).eigenvectors for x in naive_sides([data]))
+    turned = ((g @ left)[:, :, None] * (a @ right)[:, None]).square().mean(0)
+    if t_max is not None:  # rank 5, and what is outside of it
+        turned[:-5] = turned[:-5].mean(0)
+    added = damping if isinstance(damping, float) else damping[0] * damping[1]
+    gradient = torch.randn(1, OUTPUTS, INPUTS, dtype=torch.float64)
+    wanted = left @ (left.mT @ gradient[0] @ right / (turned + added)) @ right.mT
+    direction = fisher.direction(gradient, damping, None)[0]
+    torch.testing.assert_close(direction, wanted, rtol=1e-9, atol=1e-9)
+
+
+def test_a_log_line_has_what_a_paper_reports() -> None:
+    line = log_line(fisher_of([observations(0, 4)], policy="all").record((0.1, 0.2), 20.0))
+    for part in ("policy all", "T 4", "λ_G 0.1", "λ_A 0.2", "κ_max 20", "of 54", "fallbacks none"):
+        assert part in line
 
 
 def test_eigenvalues_of_ekfac_keep_their_sum_when_the_basis_changes() -> None:

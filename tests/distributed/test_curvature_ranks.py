@@ -24,6 +24,10 @@ FITS: dict[str, dict[str, Any]] = {
     "tkfac": {"method": "tkfac"},
     "shampoo": {"method": "shampoo"},
     "low rank": {"policy": "all"},
+    "auto": {"policy": "auto", "rho": 20.0, "t_max": 90},  # the 84 terms of `rare` and its like
+    "auto, too many": {"policy": "auto", "rho": 10.0},  # not for one rank of two
+    "auto ekfac": {"policy": "auto", "rho": 20.0, "method": "ekfac"},
+    "low-rank ekfac": {"policy": {"rare": "all"}, "method": "ekfac"},
     "low-rank head": {"policy": {"head": "all"}, "fisher": "exact", "method": "ekfac"},
 }
 
@@ -119,7 +123,6 @@ def refused(given: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("given", "messages"),
     [
-        ({"policy": "auto"}, ("with ranks use 'all'",) * 2),
         ({"batches": iter(())}, ("must have a length and slices",) * 2),
         # 84 terms less two: neither rank has too many alone
         ({"policy": {"head": "all"}, "t_max": 60}, ("more than t_max=60",) * 2),

@@ -15,7 +15,7 @@ from torch import distributed as dist
 import isokron
 from isokron.curvature import running_fisher
 from isokron.distributed.process_group import process_count
-from isokron.optim import natural_gradient
+from isokron.optim import natural_step
 from isokron.optim.natural_gradient import NaturalGradient
 from processes import run
 
@@ -227,7 +227,7 @@ def failing() -> tuple[int, list[bool], str]:
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
-    natural_gradient.logger.addHandler(handler)
+    natural_step.logger.addHandler(handler)
     patch = pytest.MonkeyPatch()
     model, optimizer = made(every=1)
     backward(model)
@@ -241,7 +241,7 @@ def failing() -> tuple[int, list[bool], str]:
     optimizer.step()
     patch.undo()
     failed = optimizer.failed_refreshes
-    natural_gradient.logger.removeHandler(handler)
+    natural_step.logger.removeHandler(handler)
     after = [optimizer.state[model[i].weight]["basis.output"] for i in (0, 2)]
     return failed, list(map(torch.equal, before, after)), " ".join(records)
 

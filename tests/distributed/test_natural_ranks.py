@@ -81,10 +81,12 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
         optimizer.step()
 
 
-def natural(model: nn.Module, ranks: Ranks | None, **settings: Any) -> isokron.NaturalGradient:
+def natural(
+    model: nn.Module, ranks: Ranks | None, reduce: str | None = None, **settings: Any
+) -> isokron.NaturalGradient:
     optimizer = isokron.NaturalGradient(model, **settings)
     if ranks is not None:
-        optimizer.distribute(ranks)
+        optimizer.distribute(ranks, reduce=reduce)
     return optimizer
 
 
@@ -94,7 +96,7 @@ def many_ranks(
     """Parameters and state after training with each of the settings."""
     found = []
     for settings in many:
-        model = Net(settings.get("method", "kfac"), dtype)
+        model = Net("kfac" if "t_max" in settings else settings.get("method", "kfac"), dtype)
         wrapped = DistributedDataParallel(model)
         optimizer = natural(
             model,
@@ -122,7 +124,7 @@ def assert_bit_equal(ranks: list[Any]) -> None:
 CASES: list[dict[str, Any]] = [
     {},
     {"policy": "all"},
-    {"policy": "auto"},  # with 12 examples a step, 40 outputs become dense in the third
+    {"policy": "auto", "rho": 2.0},
     {"method": "ekfac"},
     {"method": "tkfac"},
     {"method": "tkfac", "policy": "all", "max_condition": 1e4},
@@ -136,6 +138,37 @@ def test_ranks_with_unequal_counts_are_one_rank_that_saw_all(ranks: int) -> None
         assert_bit_equal(list(each))
         # the policy is no other optimizer
         assert_same(each[0][0], one_rank(**{**case, "policy": "dense"}), 1e-10)
+
+
+REDUCED: list[dict[str, Any]] = [
+    {},
+    {"policy": "all"},
+    # 36 columns of 40 outputs after three steps: a thin basis
+    *({"policy": "all", "t_max": 38, "layers": "wide", "method": m} for m in ("ekfac", "tkfac")),
+]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_way_to_reduce_takes_the_same_steps(ranks: int) -> None:
+    """Sums of g̃g̃ᵀ, all g̃, or all g̃ with Gram matrices of shards: the Grams of ranks are not it."""
+    ways = ("covariance", "gather", "gram")
+    cases = [{**case, "reduce": way} for case in REDUCED for way in ways]
+    found = run(ranks, many_ranks, cases, torch.float64, 3)
+    for i in range(0, len(cases), len(ways)):
+        for place in range(i, i + len(ways)):
+            assert_bit_equal([of_rank[place] for of_rank in found])
+            assert_same(found[0][place][0], found[0][i][0], 1e-12)
+    for params, _ in found[0][: 2 * len(ways)]:
+        assert_same(params, one_rank(3), 1e-10)
+    unshared = run(ranks, many_ranks, [{"reduce": "none"}], torch.float64, 3)
+    with pytest.raises(AssertionError, match="relative error"):
+        assert_same(unshared[0][0][0], one_rank(3), 1e-3)
+
+
+def test_an_unknown_way_to_reduce_is_refused() -> None:
+    optimizer = isokron.NaturalGradient(Net())
+    with pytest.raises(ValueError, match=r"reduce must be one of None, 'covariance', .* got 'sum'"):
+        optimizer.distribute(reduce="sum")
 
 
 def test_float32_is_as_near_as_its_rounding() -> None:

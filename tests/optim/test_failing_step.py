@@ -8,7 +8,7 @@ import pytest
 
 import isokron
 from cases import CASES, Case, equal, loss_of, natural, net
-from isokron.optim import natural_gradient
+from isokron.optim import natural_step
 
 HOOKS = [
     pytest.param(case, hook, id=f"{case.name}-{hook}")
@@ -98,5 +98,5 @@ def test_a_natural_gradient_whose_decomposition_failed_is_refused(
     model = net()
     optimizer = natural(model)
     steps(model, optimizer)
-    monkeypatch.setattr(natural_gradient, "decompose", failing)
+    monkeypatch.setattr(natural_step, "decompose", failing)
     assert_refused_until_loaded(model, optimizer, monkeypatch.undo)

@@ -5,6 +5,7 @@ import gc
 import io
 import json
 import logging
+import math
 import pickle
 from typing import Any
 
@@ -15,7 +16,6 @@ from torch import Tensor, nn
 
 import isokron
 from isokron.curvature import running_fisher
-from isokron.optim import natural_gradient
 
 SETTINGS: dict[str, Any] = {"lr": 0.1, "damping": 1e-2, "kl_clip": None, "momentum": 0.0}
 
@@ -614,7 +614,7 @@ def test_a_failed_refresh_keeps_the_old_basis_and_is_counted(
     basis = optimizer.state[model[0].weight]["basis.input"].clone()
     eigh = running_fisher.eigh
     monkeypatch.setattr(running_fisher, "eigh", lambda matrix, _: eigh(matrix * torch.nan))
-    with caplog.at_level(logging.WARNING, natural_gradient.__name__):
+    with caplog.at_level(logging.WARNING, "isokron.optim"):
         train(model, optimizer, range(1, 2))
         assert optimizer.failed_refreshes == 2
     assert "layer '0'" in caplog.text
@@ -754,7 +754,10 @@ def test_half_precision_keeps_its_dtype_and_wide_statistics(dtype: torch.dtype) 
         ({"fisher": "none"}, "fisher must be one of 'empirical', 'sampled', 'exact'"),
         ({"max_condition": 0.5}, "max_condition must be None or at least 1"),
         ({"policy": "some"}, "policy must be one of"),
-        ({"policy": "all", "method": "ekfac"}, "needs all eigenvectors of it; use policy='dense'"),
+        ({"damping": (1e-3, 0.0)}, "damping must be a finite number above 0"),
+        ({"damping": (1e-3, 1e-3, 1e-3)}, "damping must be a number or a pair"),
+        ({"o_max": 0}, "o_max must be a whole number of at least 1"),
+        ({"store_dtype": torch.int8}, "store_dtype must be one of"),
         ({"policy": {"7": "all"}}, "policy must name layers that are fitted, got '7'"),
         ({"policy": "all", "t_max": 1}, "t_max must be a whole number of at least 2"),
         ({"store": "disk"}, "store must be one of 'auto', 'device', 'host'"),
@@ -904,7 +907,7 @@ def test_sampled_labels_resume_to_the_bit_and_cost_nothing_between_observations(
         stepper.step()
 
 
-@pytest.mark.parametrize("method", ["kfac", "tkfac"])
+@pytest.mark.parametrize("method", ["kfac", "ekfac", "tkfac"])
 @pytest.mark.parametrize("policy", ["auto", "all", {"3": "all"}])
 @pytest.mark.parametrize("damping", [{}, {"max_condition": 1e3}])
 def test_every_policy_takes_the_dense_steps(method: str, policy: Any, damping: Any) -> None:
@@ -950,6 +953,40 @@ def test_a_report_has_a_record_a_layer_a_table_and_json() -> None:
     assert all(line["condition"] is None or line["condition"] >= 1 for line in lines)
 
 
+@pytest.mark.parametrize("method", ["kfac", "ekfac"])
+def test_few_columns_in_half_precision_train_and_resume_to_the_bit(method: str) -> None:
+    model = net(dtype=torch.float32)
+    settings: Any = {"method": method, "policy": "all", "t_max": 4, "every": 2}
+    settings |= {"store_dtype": torch.bfloat16, "damping": (1e-2, 1e-1)}
+    optimizer = isokron.NaturalGradient(model, **settings)
+    train(model, optimizer, range(5))
+    state = optimizer.state[model[0].weight]
+    assert state["columns"].dtype is torch.bfloat16
+    assert state["basis.output"].shape == (1, 6, 4)
+    assert ("eigenvalues" in state) == (method == "ekfac")
+    resumed = isokron.NaturalGradient(copy.deepcopy(model), **settings)
+    resumed.load_state_dict(saved(optimizer))
+    assert resumed.param_groups[0]["damping"] == (1e-2, 1e-1)
+    train(model, optimizer, range(5, 8))
+    train(resumed.model, resumed, range(5, 8))
+    assert equal(model, resumed.model)
+    record = optimizer.report()[0]
+    assert (record["damping_output"], record["damping_input"]) == (1e-2, 1e-1)
+    assert 1 <= record["condition_input"] < math.inf
+    assert optimizer.update_damping(1.0, 2.0) == pytest.approx((1e-2 / 0.95**0.5, 0.1 / 0.95**0.5))
+
+
+def test_a_refresh_logs_a_line_a_layer(caplog: pytest.LogCaptureFixture) -> None:
+    model = net()
+    optimizer = isokron.NaturalGradient(model, policy={"0": "all"}, max_condition=1e3)
+    with caplog.at_level(logging.INFO, "isokron"):
+        train(model, optimizer, range(1))
+    (first, *others) = [record.getMessage() for record in caplog.records]
+    for part in ("layer 0: kfac", "policy all", "T 8", "λ 0.001", "κ_max 1000", "fallbacks none"):
+        assert part in first
+    assert any("layer 3: kfac, policy dense" in line for line in others)
+
+
 @pytest.mark.parametrize("policy", ["hybrid", "dense"])
 def test_a_vocabulary_of_50257_is_trained_in_bounded_memory(policy: str) -> None:
     """GPT-2's sizes but for width and depth: a dense output side would take 10 GB."""
@@ -976,7 +1013,7 @@ def test_a_vocabulary_of_50257_is_trained_in_bounded_memory(policy: str) -> None
     if policy == "hybrid":
         head = records["lm_head"]
         assert head["columns"] <= 64
-        # columns in bfloat16, a thin basis and a momentum in float32, and a little of the inputs
+        # columns, a thin basis and a momentum in float32, and a little of the inputs
         assert head["bytes"] < 50257 * 3 * 64 * 4 * 1.01
         assert 0 < head["lost"] < 1  # of 44 gradients a step, the best 32 of 64 are kept
 

@@ -156,6 +156,7 @@ def with_entries(
 def _whitening(inverse: Kron | KronEigen) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """L, R and scale of a whitening W = scale ⊙ L∇Rᵀ with WᵀW = H⁻¹."""
     if isinstance(inverse, KronEigen):
+        inverse = inverse.completed()
         left, right = (None if basis is None else basis.mT for basis in inverse.bases)
         return left, right, inverse.eigenvalues.clamp_min(0).sqrt()
     left, right = (_half(factor) for factor in inverse.factors)

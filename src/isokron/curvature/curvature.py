@@ -8,6 +8,7 @@ and Λ + λ for the eigenvalues of EK-FAC and of diagonal layers; λ is `damping
 eigenvalue of the layer (Martens & Grosse 1503.05671, section 6.3).
 """
 
+import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,13 +18,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from isokron.curvature.layer_report import CurvatureReport, layer_record
+from isokron.curvature.layer_report import CurvatureReport, layer_record, log_line
 from isokron.curvature.layers import Layout, pack, unpack
 from isokron.linalg import eigh, factorize, lift
-from isokron.operators import CholeskyInverse, Dense, Diagonal, Factor, Kron, KronEigen, LowRank
+from isokron.operators import (
+    CholeskyInverse,
+    Dense,
+    Diagonal,
+    Factor,
+    Kron,
+    KronEigen,
+    LowRank,
+)
+from isokron.operators.kron import is_thin
+from isokron.operators.low_rank import LARGE, wide
 
+logger = logging.getLogger(__name__)
 Operator = Kron | KronEigen
-LARGE = 16384  # the most outputs for which a low-rank side is made dense, 1 GiB in float32
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,26 +78,36 @@ class LayerCurvature:
 class Spectrum(NamedTuple):
     """Eigenvalues [B, o, i] on the eigenbases of both sides, Q_G and Q_A, None for I.
 
-    `sides`: eigenvalues [B, o] and [B, i] of each side, where values are their products.
+    `sides`: eigenvalues [B, o] and [B, i] of each side, where values are their products. A thin Q_G
+    has a row more, see `KronEigen`.
     """
 
     bases: tuple[Tensor | None, Tensor | None]
     values: Tensor
     sides: tuple[Tensor, Tensor] | None = None
 
+    @property
+    def copies(self) -> Tensor:
+        """How many eigenvalues each row stands for, [o, 1]."""
+        return KronEigen(self.bases, self.values).copies
+
 
 def _side_eigenvalues(factor: Factor) -> tuple[Tensor, Tensor | None]:
     """Eigenvalues [B, n], and their vectors, None for I."""
     if isinstance(factor, Diagonal):
         return factor.values.clamp_min(0), None
+    if isinstance(factor, LowRank) and factor.sign > 0 and is_thin(factor.columns):
+        values, basis = factor.eigen()  # of UUᵀ: fits have no diagonal here
+        dtype = wide(basis.dtype)
+        return torch.nn.functional.pad(values, (0, 1)).to(dtype), basis.to(dtype)
     values, basis = eigh(factor.to_dense())
     return values.clamp_min(0), basis  # below zero is rounding
 
 
 def _large_outputs(operator: Operator) -> int:
-    """Outputs of a low-rank side that is too large to be made dense, else 0."""
+    """Outputs of a softmax's low-rank side that is too large to be made dense, else 0."""
     side = operator.factors[0] if isinstance(operator, Kron) else None
-    outputs = side.columns.size(-2) if isinstance(side, LowRank) else 0
+    outputs = side.columns.size(-2) if isinstance(side, LowRank) and side.sign < 0 else 0
     return outputs if outputs > LARGE else 0
 
 
@@ -96,13 +117,13 @@ def condition_number(values: Tensor) -> float:
     return float(values.max()) / least if least > 0 else float("inf")
 
 
-def _effective_rank(values: Tensor) -> float:
+def _effective_rank(values: Tensor, copies: Tensor) -> float:
     """exp(−Σ p log p), p the eigenvalues over their sum."""
     values = values.double().clamp_min(0)
     if not values.any():
         return 0.0
-    shares = values / values.sum()
-    return float((-torch.special.xlogy(shares, shares).sum()).exp())
+    shares = values / (values * copies).sum()
+    return float((-(copies * torch.special.xlogy(shares, shares)).sum()).exp())
 
 
 def mean_eigenvalue(part: Operator | Factor) -> Tensor:
@@ -111,7 +132,8 @@ def mean_eigenvalue(part: Operator | Factor) -> Tensor:
         left, right = (mean_eigenvalue(factor) for factor in part.factors)
         return left.to(right.device) * right
     if isinstance(part, KronEigen):
-        return part.eigenvalues.double().mean((1, 2))
+        values = part.copies * part.eigenvalues.double()
+        return values.sum((1, 2)) / (part.copies.sum() * values.size(2))
     if isinstance(part, Diagonal):
         return part.values.double().mean(1)
     if isinstance(part, LowRank):
@@ -270,7 +292,8 @@ class Curvature(Mapping[str, Operator]):
         split: bool = False,
     ) -> tuple[Operator, dict[str, Any]]:
         """`split`: λ is on both sides, where there are two."""
-        operator, (bases, values, sides) = self[name], self.spectrum(name)
+        operator, spectrum = self[name], self.spectrum(name)
+        bases, values, sides = spectrum
         if split and sides is not None and isinstance(operator, Kron):
             added = side_damping(operator, damping, relative)
             left, right = (side + new[:, None] for side, new in zip(sides, added, strict=True))
@@ -279,14 +302,15 @@ class Curvature(Mapping[str, Operator]):
         else:
             damping = damping * float(mean_eigenvalue(operator).mean()) if relative else damping
             values = values.clamp_min(0) + damping  # below zero is rounding
-        note = {"power": p, "damping": damping}
+        note: dict[str, Any] = {"power": p, "damping": damping, "max_condition": max_condition}
         if max_condition is not None:
             lifted = lift(values.flatten(1), max_condition)
+            clipped = (lifted.values.view_as(values) > values) * spectrum.copies
+            note["clipped"] = float(clipped.sum() / (spectrum.copies.expand_as(values).sum()))
             values = lifted.values.view_as(values)
-            note["clipped"] = float(lifted.lifted.sum()) / values.numel()
         note["condition_after"] = condition_number(values)
         if p < 0 and (relative or split) and bool(dead_blocks(operator).all()):
-            return KronEigen((None, None), torch.zeros_like(values)), note
+            return KronEigen(bases, torch.zeros_like(values)), note
         least = float(values.min())
         if p < 0 and not least > 0:
             raise ValueError(
@@ -298,7 +322,25 @@ class Curvature(Mapping[str, Operator]):
     def _derived(self, results: Mapping[str, tuple[Operator, dict[str, Any]]]) -> "Curvature":
         operators = {name: operator for name, (operator, _) in results.items()}
         notes = {name: note for name, (_, note) in results.items()}
-        return Curvature(list(self.layers.values()), operators, notes, self.fingerprint)
+        derived = Curvature(list(self.layers.values()), operators, notes, self.fingerprint)
+        derived.log()
+        return derived
+
+    def log(self) -> None:
+        """One line a layer, at level INFO: T, policy, damping, what was clipped, fallbacks."""
+        for name in self.layers if logger.isEnabledFor(logging.INFO) else ():
+            logger.info("%s", log_line(self._record(name) | self.notes.get(name, {})))
+
+    def _record(self, name: str) -> dict[str, Any]:
+        """What a report says of a layer without looking at its operator."""
+        layer = self.layers[name]
+        bases = layer.statistics.get("basis.output")
+        columns = layer.statistics.get("columns", bases if is_thin(bases) else None)
+        count = None if columns is None else columns.size(2)
+        record = layer_record(
+            name, layer.method, layer.layout, layer.statistics, layer.policy, layer.terms, count
+        )
+        return {**record, "fallbacks": {}}
 
     def matvec(self, tangent: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Every layer's operator on its part of a tangent, both by parameter name."""
@@ -327,18 +369,12 @@ class Curvature(Mapping[str, Operator]):
         yet; None for a head too large for one.
         """
         records, traces = CurvatureReport(), self.trace()
-        for name, layer in self.layers.items():
-            columns = layer.statistics.get("columns")
-            count = None if columns is None else columns.size(2)
-            record = layer_record(
-                name, layer.method, layer.layout, layer.statistics, layer.policy, layer.terms, count
-            )
+        for name in self.layers:
+            record = self._record(name)
             record |= {"dead": int(dead_blocks(self[name]).sum()), "trace": traces[name]}
             if spectra:
-                values = None if _large_outputs(self[name]) else self.spectrum(name).values
-                record["condition"] = None if values is None else condition_number(values)
-                record["effective_rank"] = None if values is None else _effective_rank(values)
-            records.append({**record, "fallbacks": {}, **self.notes.get(name, {})})
+                record |= _spectral(None if _large_outputs(self[name]) else self.spectrum(name))
+            records.append({**record, **self.notes.get(name, {})})
         return records
 
     def save(self, folder: str | Path) -> None:
@@ -353,6 +389,18 @@ class Curvature(Mapping[str, Operator]):
         from isokron.curvature.save import load_curvature
 
         return load_curvature(folder, model)
+
+
+def _spectral(spectrum: Spectrum | None) -> dict[str, float | None]:
+    """What a report says of the eigenvalues of a layer, and of both sides where it has two."""
+    names = "condition", "effective_rank", "condition_output", "condition_input"
+    record: dict[str, float | None] = dict.fromkeys(names)
+    if spectrum is not None:
+        record["condition"] = condition_number(spectrum.values)
+        record["effective_rank"] = _effective_rank(spectrum.values, spectrum.copies)
+        for name, side in zip(names[2:], spectrum.sides or (), strict=False):
+            record[name] = condition_number(side)
+    return record
 
 
 def _inverse_by_sides(

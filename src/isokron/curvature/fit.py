@@ -21,6 +21,9 @@ from isokron.distributed.process_group import Ranks
 from isokron.distributed.rank_tasks import gather, share, together
 from isokron.linalg import eigh, halved, unhalve_
 from isokron.names import answered
+from isokron.operators import LowRank
+from isokron.operators.kron import is_thin
+from isokron.operators.low_rank import LARGE
 
 METHODS = ("kfac", "ekfac", "tkfac", "shampoo")
 FISHERS = ("empirical", "sampled", "exact")
@@ -46,6 +49,7 @@ def fit(
     policy: str | Mapping[str, str] = "dense",
     rho: float = 0.75,
     t_max: int = MAX_TERMS,
+    o_max: int = LARGE,
     store: str = "auto",
     store_dtype: torch.dtype | None = None,
     ranks: Ranks | None = None,
@@ -66,9 +70,10 @@ def fit(
         selection: layers chosen before, in place of `layers`.
         dtype: of the statistics.
         policy: an output side of o outputs is a covariance o×o ("dense") or the T gradients it is
-            made of, inverted by Woodbury: always ("all"), for more than 16,384 outputs ("hybrid"),
-            or while T ≤ rho·o and T ≤ t_max ("auto"). More than `t_max` are refused. A mapping says
-            it by layer; under EK-FAC these layers are K-FAC.
+            made of, inverted by Woodbury: always ("all"), for o > o_max ("hybrid"), or while
+            T ≤ rho·o and T ≤ t_max ("auto"). More than `t_max` are refused. A mapping says it by
+            layer. EK-FAC has eigenvalues in the span of the gradients and one per input outside of
+            it; a closed-form head (fisher="exact") whose probabilities are kept is K-FAC.
         store: where gradients are kept: on the model's "device", the "host", or on the device up to
             500 MB ("auto"); in `store_dtype`, by default `dtype`.
         ranks: processes that share the batches. Sums are added up in float64: the result is that of
@@ -82,16 +87,12 @@ def fit(
     if selection is None:
         selection = find_layers(model, layers, head="skip" if policy == "dense" else "lowrank")
     chosen = selection.layers
-    policies = policy_by_layer(policy, [layer.name for layer in chosen], method)
-    if ranks is not None and "auto" in policies.values():
-        raise ValueError("policy='auto' is decided by one process; with ranks use 'all' or 'dense'")
+    policies = policy_by_layer(policy, [layer.name for layer in chosen])
     methods = dict.fromkeys(policies, method)
-    if method == "ekfac":  # which needs all eigenvectors: layers that keep gradients are K-FAC
-        methods |= {name: "kfac" for name, rule in policies.items() if rule != "dense"}
     sums = {
         name: Sums()
         if rule == "dense"
-        else GradientRows(name, rule, rho, t_max, store, store_dtype)
+        else GradientRows(name, rule, rho, t_max, store, store_dtype, o_max)
         for name, rule in policies.items()
     }
     # labels are drawn by the number of the batch: one process and several draw the same
@@ -119,8 +120,14 @@ def fit(
     for name, tensors in means.items():
         check_finite(name, tensors)
     if method == "ekfac":
-        dense = [layer for layer in chosen if "output" in means[layer.name]]
-        corrected = [layer for layer in dense if methods[layer.name] == "ekfac"]
+        # diag(p̄) − UUᵀ of a softmax has no thin eigenbasis
+        methods |= {name: "kfac" for name, tensors in means.items() if "mean" in tensors}
+        sides = "output", "columns"
+        corrected = [
+            layer
+            for layer in chosen
+            if methods[layer.name] == "ekfac" and any(side in means[layer.name] for side in sides)
+        ]
         _decompose_(means, corrected, ranks, like.device)
         _correct_(means, corrected, passes, terms, ranks, like)
 
@@ -129,7 +136,9 @@ def fit(
         return LayerCurvature(name, methods[name], layer.layout, means[name], policies[name], terms)
 
     fingerprint = {"weights": weights_digest(model)}
-    return Curvature([fitted(layer) for layer in chosen], fingerprint=fingerprint)
+    curvature = Curvature([fitted(layer) for layer in chosen], fingerprint=fingerprint)
+    curvature.log()
+    return curvature
 
 
 class Fold:
@@ -196,6 +205,7 @@ def _reduce_(layers: Mapping[str, Sums], ranks: Ranks | None, like: Tensor) -> N
     """Add up the sums of all ranks, of which some may have had no batch that used a layer."""
     if ranks is None:
         return
+    _agree_on_rows_(layers, ranks, like)
     local = {n: {key: list(value.shape) for key, value in s.items()} for n, s in layers.items()}
     shapes: dict[str, dict[str, list[int]]] = {name: {} for name in layers}
     for text in ranks.gather_text(json.dumps(local)):
@@ -206,6 +216,30 @@ def _reduce_(layers: Mapping[str, Sums], ranks: Ranks | None, like: Tensor) -> N
             zeros = like.new_zeros(shape) if shape else torch.zeros((), dtype=torch.float64)
             layers[name].setdefault(key, zeros)
         add_ranks_(layers[name], ranks, like, name)
+
+
+def _agree_on_rows_(layers: Mapping[str, Sums], ranks: Ranks, like: Tensor) -> None:
+    """policy="auto" by the gradients of all ranks: sum them up if one process would have."""
+    rows = {name: sums for name, sums in layers.items() if isinstance(sums, GradientRows)}
+    local = {
+        name: {
+            key: [
+                sum(part.size(1) for part in parts),
+                parts[0].size(2) if parts else 0,
+                key in sums,
+            ]
+            for key, parts in sums.rows.items()
+        }
+        for name, sums in rows.items()
+    }
+    everyone = [json.loads(text) for text in ranks.gather_text(json.dumps(local))]
+    for name, sums in rows.items():
+        for key in sums.rows:
+            counts, outputs, summed = zip(
+                *(of_rank[name][key] for of_rank in everyone), strict=True
+            )
+            if any(summed) or not sums.keeps(max(1, *outputs), sum(counts)):
+                sums.fold(key, like)
 
 
 def add_ranks_(sums: Sums, ranks: Ranks, like: Tensor, layer: str) -> None:
@@ -256,9 +290,17 @@ def _decompose_(
         group = names[start : start + size]
         bases: dict[str, Tensor] = {}
         with together(ranks, "the eigenbases of layers"):
-            for side in ("output", "input") if rank < len(group) else ():
+            tensors = means[group[rank]] if rank < len(group) else {}
+            columns = tensors.pop("columns", None)
+            if columns is not None and columns.size(2) < columns.size(1):
+                zeros = tensors["input"].new_zeros(len(columns), 1)
+                bases["basis.output"] = LowRank(zeros, columns).eigen()[1]
+            elif columns is not None:  # o×o is not larger, and has all eigenvectors
+                wide = columns.to(tensors["input"])
+                tensors["output"] = wide @ wide.mT
+            for side in [side for side in ("output", "input") if side in tensors]:
                 # a side is freed before the next is decomposed
-                matrix = means[group[rank]].pop(side)
+                matrix = tensors.pop(side)
                 # columns of an embedding have no basis; contiguous as after `gather`, since
                 # products with another layout of memory round otherwise
                 if matrix.ndim == 3:
@@ -266,7 +308,8 @@ def _decompose_(
         everyone = [bases] if ranks is None else gather(ranks, bases)
         for name, tensors in zip(group, everyone, strict=False):
             means[name].clear()
-            means[name].update({key: basis.to(device) for key, basis in tensors.items()})
+            # a thin basis stays where its columns were
+            means[name].update({k: x if is_thin(x) else x.to(device) for k, x in tensors.items()})
 
 
 def _correct_(
@@ -324,8 +367,8 @@ def planned_bytes(
     for layer in layers:
         (blocks, outputs, inputs), kind = layer.shape, layer.kind
         low = layer.name in lowrank
-        if kind == "diagonal" or (method == "ekfac" and not low):
-            values += blocks * outputs * inputs
+        if kind == "diagonal" or method == "ekfac":
+            values += blocks * (min(terms, outputs) if low else outputs) * inputs
         if kind == "diagonal":
             continue
         output = blocks * outputs * (terms if low else outputs)
@@ -343,16 +386,8 @@ def planned_bytes(
     return {"statistics": held, "decompositions": inverses, "peak": peak}
 
 
-def policy_by_layer(
-    policy: str | Mapping[str, str], names: Sequence[str], method: str
-) -> dict[str, str]:
+def policy_by_layer(policy: str | Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
     """The policy of every layer."""
-    if method == "ekfac" and isinstance(policy, str) and policy != "dense":
-        raise ValueError(
-            f"policy={policy!r} keeps gradients in place of the output side, and method='ekfac' "
-            "needs all eigenvectors of it; use policy='dense', or method='kfac', or name single "
-            "layers, as in policy={'head': 'all'}"
-        )
     by_name = dict.fromkeys(names, policy) if isinstance(policy, str) else dict(policy)
     unknown = sorted(set(by_name) - set(names))
     if unknown:

@@ -35,6 +35,25 @@ def layer_record(
     }
 
 
+def log_line(record: Mapping[str, Any]) -> str:
+    """One line for the log of a run: T, policy, dampings, κ, what was clipped, fallbacks."""
+    number = record["blocks"] * record["outputs"] * record["inputs"]
+    numbers = {
+        "T": record["terms"] if record["columns"] is None else record["columns"],
+        "λ": record.get("damping"),
+        "λ_G": record.get("damping_output"),
+        "λ_A": record.get("damping_input"),
+        "κ": record.get("condition"),
+        "κ damped": record.get("condition_after"),
+        "κ_max": record.get("max_condition"),
+    }
+    parts = [f"layer {record['layer']}: {record['method']}, policy {record['policy']}"]
+    parts += [f"{name} {value:.6g}" for name, value in numbers.items() if value is not None]
+    parts += [f"clipped {round((record.get('clipped') or 0.0) * number)} of {number}"]
+    fallbacks = [f"{name} {count}" for name, count in record["fallbacks"].items()]
+    return ", ".join([*parts, f"fallbacks {'; '.join(fallbacks) or 'none'}"])
+
+
 class CurvatureReport(list[dict[str, Any]]):
     """One record a layer. `print` shows a table, in which κ is the condition number."""
 

@@ -30,6 +30,7 @@ from isokron.curvature.curvature import Curvature, LayerCurvature
 from isokron.curvature.layers import Layer, pack
 from isokron.curvature.statistics import check_finite
 from isokron.linalg import eigh, mirror_
+from isokron.operators.kron import is_thin
 
 METHODS = {"SOAP": "ekfac", "Shampoo": "shampoo", "Katie": "shampoo", "AdamW": "diagonal"}
 FIT = "fit the curvature to the data instead: fit('ekfac')"
@@ -262,12 +263,18 @@ def _of_natural_gradient(layer: Layer, state: ParamState) -> LayerCurvature:
         keys = ["input", "columns" if "columns" in entry else "output"]
         method = "kfac" if method == "ekfac" else method
     statistics = {key: of_layer.tensor(key) for key in keys if key in entry}
-    if "columns" in statistics:
-        statistics["columns"] = statistics["columns"][..., : int(entry["count"])]
     blocks, outputs, inputs = layer.shape
+    if "columns" in statistics:
+        count, lengths = int(entry["count"]), of_layer.tensor("lengths")
+        units = statistics["columns"][..., :count].to(lengths)
+        statistics["columns"] = units * lengths[:, None, :count]
     left, right = (blocks, outputs, outputs), (blocks, inputs, inputs)
     shapes = {"output": left, "basis.output": left, "input": right, "basis.input": right}
     shapes |= {"eigenvalues": layer.shape, "columns": (blocks, outputs, int(entry.get("count", 0)))}
+    if is_thin(statistics.get("basis.output")):
+        rank = statistics["basis.output"].size(2)
+        shapes |= {"basis.output": (blocks, outputs, rank)}
+        shapes |= {"eigenvalues": (blocks, rank + 1, inputs)}
     check_shapes(layer.name, statistics, shapes)
     terms = float(entry["terms"])
     return replace(_result(layer, method, statistics), terms=terms)

@@ -24,7 +24,14 @@ from torch import Tensor
 
 from isokron.curvature.events import Event
 from isokron.linalg import gram_, mirror_
-from isokron.operators import centered_factor, storage_device, store, woodbury_policy
+from isokron.operators import (
+    centered_factor,
+    storage_device,
+    store,
+    woodbury_policy,
+)
+from isokron.operators.kron import is_thin, with_outside
+from isokron.operators.low_rank import inner_product
 
 # Rows of at most NARROW entries are summed SUMMED at a time: BLAS adds one after the other to the
 # total of all batches, by which float32 is off by 1e-4 after some hundred thousand positions.
@@ -232,14 +239,28 @@ def gradients_(sums: Sums, uses: Uses, columns: int) -> None:
 
 
 def eigenvalues_(sums: Sums, uses: Uses, bases: Sequence[Tensor | None], columns: int) -> None:
-    """EK-FAC: Σ (Q_Gᵀ∇Q_A)^{⊙2}. bases: Q_G, and Q_A or None for I."""
+    """EK-FAC: Σ (Q_Gᵀ∇Q_A)^{⊙2}, of a thin Q_G with a row of the rest. bases: None for I."""
     left, right = bases
-    grads = uses.grads if left is None else _rotated(uses.grads, left)
     if uses.kind == "index":
-        column, rows = by_column(Uses(uses.inputs, grads, uses.kind))
-        sums.count("by_column", column[None], rows.square()[None], columns)  # [1, columns, o]
+        column, rows = by_column(uses)
+        values = rows.mT[None] if left is None else inner_product(left, rows.mT[None], -2)
+        values = values.square()
+        if left is not None and is_thin(left):
+            values = with_outside(values, rows.square().sum(1)[None, None], left)
+        sums.count("by_column", column[None], values.mT, columns)  # [1, columns, o]
         return
     inputs = uses.written().inputs if right is None else _rotated(uses.inputs, right, uses.bias)
+    if left is None or not is_thin(left):
+        _squares_(sums, inputs, uses.grads if left is None else _rotated(uses.grads, left))
+        return
+    inside = Sums()
+    _squares_(inside, inputs, inner_product(left, uses.grads, -1))
+    values = with_outside(inside["eigenvalues"], _column_squares(inputs, uses.grads), left)
+    sums.into("eigenvalues", values).add_(values)
+
+
+def _squares_(sums: Sums, inputs: Tensor, grads: Tensor) -> None:
+    """Σ (Σ_s g̃āᵀ)^{⊙2} of examples. [B, N, S, i], [B, N, S, o] → [B, o, i]"""
     blocks, _, places, outputs = grads.shape
     total = sums.into("eigenvalues", inputs.new_zeros(blocks, outputs, inputs.size(3)))
     if places == 1:  # never a gradient of one example
@@ -250,6 +271,15 @@ def eigenvalues_(sums: Sums, uses: Uses, bases: Sequence[Tensor | None], columns
             total.addcmul_(part[:, 0], part[:, 0])
         else:
             total += part.square_().sum(1)
+
+
+def _column_squares(inputs: Tensor, grads: Tensor) -> Tensor:
+    """Σ_n‖Σ_s g̃ā_j‖² = Σ_n ā_jᵀ(g̃g̃ᵀ)ā_j, without a gradient. → [B, 1, i]"""
+    total = inputs.new_zeros(len(inputs), 1, inputs.size(3))
+    count = max(1, CHUNK // inputs.size(2) ** 2)
+    for g, a in zip(grads.split(count, 1), inputs.split(count, 1), strict=True):
+        total[:, 0] += (g @ g.mT @ a * a).sum((1, 2))
+    return total
 
 
 def _rotated(rows: Tensor, basis: Tensor, bias: bool = False) -> Tensor:
@@ -334,8 +364,8 @@ def mirrored(sums: Sums) -> dict[str, Tensor]:
 class GradientRows(Sums):
     """Sums in which the rows gᵀ of an output side stay apart while the policy keeps them.
 
-    policy, rho, t_max: see `woodbury_policy`. storage, dtype: where and in what precision rows are
-    kept, see `store`.
+    policy, rho, t_max, o_max: see `woodbury_policy`. storage, dtype: where and in what precision
+    rows are kept, see `store`.
     """
 
     def __init__(
@@ -346,14 +376,16 @@ class GradientRows(Sums):
         t_max: int,
         storage: str,
         dtype: torch.dtype | None,
+        o_max: int = 16384,
     ) -> None:
         super().__init__()
         self.layer, self.policy, self.rho, self.t_max = layer, policy, rho, t_max
+        self.o_max = o_max
         self.storage, self.dtype = storage, dtype
         # gradients of outputs, and probabilities in their place; [B, n, o] each
         self.rows: dict[str, list[Tensor]] = {"output": [], "softmax": []}
         # each refuses a wrong value, before any pass
-        self._keeps(1, 1)
+        self.keeps(1, 1)
         storage_device(0, "cpu", storage)
         store(torch.zeros(1), dtype)
 
@@ -375,7 +407,7 @@ class GradientRows(Sums):
             rows = rows.new_zeros(len(rows), 1, rows.size(2))
         parts = self.rows[name]
         count = rows.size(1) + sum(part.size(1) for part in parts)
-        if count and not self._keeps(rows.size(2), count):
+        if count and not self.keeps(rows.size(2), count):
             self.fold(name, rows)
             super().gram(name, rows)
             return
@@ -389,9 +421,10 @@ class GradientRows(Sums):
         # a copy, since rows may be a view of memory that the next batch writes to
         parts.append(part.clone() if part.data_ptr() == rows.data_ptr() else part)
 
-    def _keeps(self, outputs: int, count: int) -> bool:
+    def keeps(self, outputs: int, count: int) -> bool:
         """Whether `count` gradients stay; more than t_max are refused."""
-        keep = woodbury_policy(outputs, count, self.policy, rho=self.rho, t_max=self.t_max)
+        limits: Any = {"rho": self.rho, "t_max": self.t_max, "o_max": self.o_max}
+        keep = woodbury_policy(outputs, count, self.policy, **limits)
         if keep and count > self.t_max:
             raise ValueError(
                 f"layer {self.layer!r}: policy {self.policy!r} keeps the gradients of its outputs, "

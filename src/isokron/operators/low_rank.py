@@ -8,6 +8,7 @@ pieces of rows, converted to the dtype of the computation.
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ LARGE = 16384
 HOST_BYTES = 500_000_000
 # Large enough to compute at full speed, and small compared with U.
 PIECE_BYTES = 64_000_000
+# Singular values of U below this, in units of its precision and of the largest, are rounding.
+NOISE = 8.0
 # Largest relative rounding error of stored columns: bfloat16 loses 0.2 %, so more is underflow.
 ROUNDING_LOSS = 0.01
 EPS = torch.finfo(torch.float64).eps
@@ -50,17 +53,19 @@ class LowRank:
 
     def apply(self, x: Tensor, dim: int) -> Tensor:
         """d ⊙ x ± U (Uᵀ x), in the dtype of x."""
-        dtype = wide(torch.promote_types(x.dtype, self.columns.dtype))
-        wide_x, inner = x.to(dtype), None
-        for start, piece in pieces(self.columns, x.device, dtype):
-            product = multiply(wide_x.narrow(dim, start, piece.size(-2)), piece.mT, dim)
-            inner = product if inner is None else inner + product
-        y = wide_x * along(self.diagonal.to(x.device, dtype), x, dim)
-        if inner is not None:
-            for start, piece in pieces(self.columns, x.device, dtype):
-                rows = y.narrow(dim, start, piece.size(-2))
-                rows.add_(multiply(inner, piece, dim), alpha=self.sign)
+        wide_x = x.to(wide(torch.promote_types(x.dtype, self.columns.dtype)))
+        y = wide_x * along(self.diagonal.to(x.device, wide_x.dtype), x, dim)
+        add_product_(y, self.columns, inner_product(self.columns, wide_x, dim), dim, self.sign)
         return y.to(x.dtype)
+
+    def eigen(self) -> tuple[Tensor, Tensor]:
+        """UUᵀ = Q diag(s) Qᵀ by UᵀU, Q stored where U is. [..., r], [..., n, r], r = min(n, T)"""
+        squares, mix = thin_mix(
+            *eigh(gram(self.columns, self.diagonal.device)),
+            min(self.columns.shape[-2:]),
+            torch.finfo(wide(self.columns.dtype)).eps,
+        )
+        return squares, self._map_rows(lambda piece, _: piece @ mix, squares.size(-1))
 
     def inverse(self, damping: float = 0.0) -> "LowRank":
         """(D ± UUᵀ)⁻¹ = D⁻¹ ∓ D⁻¹U S⁻¹ UᵀD⁻¹ with D = diag(d) + λ, S = I ± UᵀD⁻¹U (Woodbury).
@@ -162,26 +167,32 @@ def centered_factor(columns: Tensor, device: torch.device | None = None) -> LowR
 
 
 def woodbury_policy(
-    outputs: int, terms: int, policy: str = "auto", *, rho: float = 0.75, t_max: int = 8192
+    outputs: int,
+    terms: int | None,
+    policy: str = "auto",
+    *,
+    rho: float = 0.75,
+    t_max: int = 8192,
+    o_max: int = LARGE,
 ) -> bool:
     """Whether to keep T gradients of a layer's outputs instead of their o×o covariance.
 
     Args:
         outputs: o.
-        terms: T.
-        policy: "all", "none", "hybrid" (o > 16,384, a covariance of more than 1 GiB in float32), or
-            "auto" (T ≤ ρ·o and T ≤ t_max).
+        terms: T; None where it is not known, so that "auto" decides as "hybrid".
+        policy: "all", "dense", "hybrid" (o > o_max), or "auto" (T ≤ ρ·o and T ≤ t_max).
         rho: ratio below which Woodbury is cheaper than Cholesky.
         t_max: largest T whose T×T matrix fits.
+        o_max: largest o whose o×o matrix fits; 16,384 are 1 GiB in float32.
     """
     if policy not in POLICIES:
         raise ValueError(f"policy must be one of {POLICIES}, got {policy!r}")
-    for name, value in (("rho", rho), ("t_max", t_max)):
+    for name, value in (("rho", rho), ("t_max", t_max), ("o_max", o_max)):
         if not value > 0:
             raise ValueError(f"{name} must be positive, got {value!r}")
-    if policy == "auto":
+    if policy == "auto" and terms is not None:
         return terms <= rho * outputs and terms <= t_max
-    return policy == "all" or (policy == "hybrid" and outputs > LARGE)
+    return policy == "all" or (policy in ("auto", "hybrid") and outputs > o_max)
 
 
 def storage_device(nbytes: int, device: torch.device | str, storage: str = "auto") -> torch.device:
@@ -234,6 +245,34 @@ def pieces(
     for start in range(0, n, max(1, rows)):
         piece = matrix[..., start : start + max(1, rows), :]
         yield start, piece.to(device=device, dtype=dtype, non_blocking=pinned)
+
+
+def inner_product(columns: Tensor, x: Tensor, dim: int) -> Tensor:
+    """Uᵀ along a dimension of x, in the dtype of x. U: [B..., n, T], x: [B..., .., n, ..]"""
+    parts = (
+        multiply(x.narrow(dim, start, piece.size(-2)), piece.mT, dim)
+        for start, piece in pieces(columns, x.device, x.dtype)
+    )
+    return reduce(Tensor.add_, parts, next(parts))
+
+
+def add_product_(y: Tensor, columns: Tensor, inner: Tensor, dim: int, alpha: float) -> None:
+    """y ← y + αU inner along a dimension."""
+    for start, piece in pieces(columns, y.device, y.dtype):
+        rows = y.narrow(dim, start, piece.size(-2))
+        rows.add_(multiply(inner, piece, dim), alpha=alpha)
+
+
+def thin_mix(squares: Tensor, basis: Tensor, most: int, eps: float) -> tuple[Tensor, Tensor]:
+    """The `most` largest s and B s^(−½) of UᵀU = B s Bᵀ, so that UUᵀ = Q s Qᵀ with Q = U B s^(−½).
+
+    Both are 0 where s is rounding of a U of precision `eps`. squares: [..., T], basis: [..., T, T]
+    """
+    squares, basis = squares[..., -most:], basis[..., -most:]
+    noise = (NOISE * eps) ** 2 + 16 * EPS
+    real = squares > noise * squares.amax(-1, keepdim=True)
+    scale = torch.where(real, squares.clamp_min(torch.finfo(squares.dtype).tiny).rsqrt(), 0.0)
+    return torch.where(real, squares, 0.0), basis * scale.unsqueeze(-2)
 
 
 def gram(columns: Tensor, device: torch.device, weights: Tensor | None = None) -> Tensor:

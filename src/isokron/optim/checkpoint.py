@@ -68,7 +68,7 @@ def _shield(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     merged = [
         {
             **{k: v for k, v in old.items() if k != "params"},
-            **{k: _dtype(v) for k, v in new.items()},
+            **{k: saved_value(v) for k, v in new.items()},
         }
         for old, new in zip(current, state_dict["param_groups"], strict=True)
     ]
@@ -124,7 +124,7 @@ def saved_groups(groups: Sequence[Entry]) -> list[dict[str, Any]]:
     ]
 
 
-def _dtype(value: Any) -> Any:
+def saved_value(value: Any) -> Any:
     """Undo `saved_groups` for one value."""
     if isinstance(value, str) and value.startswith("torch."):
         return getattr(torch, value.removeprefix("torch."))

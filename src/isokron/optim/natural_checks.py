@@ -13,7 +13,7 @@ from isokron.curvature.selection import MAX_SIDE, find_layers
 from isokron.curvature.statistics import Sums
 from isokron.distributed import Ranks, is_sharded
 from isokron.linalg import on_host
-from isokron.operators.low_rank import STORAGES
+from isokron.operators.low_rank import DTYPES, STORAGES
 from isokron.optim.gradient_checks import check_sums, check_types, gradient_sums, wide_dtype
 from isokron.optim.settings import check_number, param_name
 
@@ -25,7 +25,8 @@ CHOICES = {
     "store": STORAGES,
 }
 # settings that shape what is observed, so that a resumed run must have those of the checkpoint
-SAME = ("fisher", "policy", "rho", "t_max", "store")
+SAME = ("fisher", "policy", "rho", "t_max", "o_max", "store", "store_dtype")
+REDUCTIONS = (None, "covariance", "gather", "gram", "none")  # of `distribute`
 UNEQUAL = 1e-4  # by how much norms of equal gradients may differ, on unlike machines
 Groups = Sequence[Mapping[str, Any]]
 # by parameter: the entry of `optimizer.state`, and what was in it
@@ -44,13 +45,20 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         need(arguments[name] in choices, name, f"one of {', '.join(map(repr, choices))}")
     for name in ("lr", "weight_decay"):
         check_number("NaturalGradient", name, arguments[name])
-    for name in ("damping", "kl_clip", "lr_scale"):
-        value = arguments.get(name, 1.0)  # lr_scale is of the group alone
-        if not (name == "kl_clip" and value is None):
-            check_number("NaturalGradient", name, value, "above 0")
-    for name, least in {"every": 1, "statistics_every": 1, "t_max": 2}.items():
+    damping = arguments["damping"]
+    pair = damping if isinstance(damping, tuple | list) else (damping,)
+    need(pair is not damping or len(pair) == 2, "damping", "a number or a pair (λ_G, λ_A)")
+    above = [("damping", value) for value in pair]
+    above += [("lr_scale", arguments.get("lr_scale", 1.0))]  # of the group alone
+    above += [] if arguments["kl_clip"] is None else [("kl_clip", arguments["kl_clip"])]
+    for name, value in above:
+        check_number("NaturalGradient", name, value, "above 0")
+    for name, least in {"every": 1, "statistics_every": 1, "t_max": 2, "o_max": 1}.items():
         counted = type(arguments[name]) is int and arguments[name] >= least
-        need(counted, name, f"a whole number of at least {least}")
+        unset = name == "t_max" and arguments[name] is None
+        need(counted or unset, name, f"a whole number of at least {least}")
+    dtypes = (None, *DTYPES)
+    need(arguments["store_dtype"] in dtypes, "store_dtype", f"one of {dtypes}")
     need(0 <= arguments["momentum"] < 1, "momentum", "at least 0 and below 1")
     need(0 <= arguments["factor_beta"] <= 1, "factor_beta", "at least 0 and at most 1")
     condition = arguments["max_condition"]

@@ -4,35 +4,29 @@ import logging
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from isokron.curvature.curvature import condition_number
-from isokron.curvature.fit import add_ranks_, policy_by_layer
+from isokron.curvature.fit import policy_by_layer
 from isokron.curvature.layer_report import CurvatureReport
-from isokron.curvature.layers import pack, unpack
 from isokron.curvature.losses import CrossEntropy, Likelihood
 from isokron.curvature.observer import Observer
-from isokron.curvature.running_fisher import COUNTS, RunningFisher, decompose
-from isokron.curvature.statistics import Sums, means_of
+from isokron.curvature.running_fisher import COUNTS, Damping, RunningFisher
 from isokron.distributed import TIMEOUT, Ranks, process_count, ranks_of
 from isokron.distributed.rank_tasks import together
-from isokron.linalg import sent
 from isokron.linalg.precision import full_precision
 from isokron.names import answered
+from isokron.operators.low_rank import LARGE
 from isokron.optim.adamw import AdamW
-from isokron.optim.checkpoint import asks_for_state, saved_groups
+from isokron.optim.checkpoint import asks_for_state, saved_groups, saved_value
 from isokron.optim.checkpoint_header import checked, format_of, not_finite
-from isokron.optim.gradient_checks import (
-    check_shapes,
-    noting_errors,
-    refuse_after_error,
-    wide_dtype,
-)
+from isokron.optim.gradient_checks import check_shapes, noting_errors, refuse_after_error
 from isokron.optim.natural_checks import (
+    REDUCTIONS,
     SAME,
     Shown,
     check_arguments,
@@ -43,7 +37,9 @@ from isokron.optim.natural_checks import (
     compare_ranks,
     find_problem,
 )
-from isokron.optim.settings import learning_rate, plain, without_switches
+from isokron.optim.natural_state import add_adamw_, layer_entries, load_adamw_, load_layers_
+from isokron.optim.natural_step import Observed, adapted, layer_means, refresh_, write_
+from isokron.optim.settings import plain, without_switches
 from isokron.optim.statistics import MOST_CONDITION, Statistics, summary
 from isokron.optim.wrapped_models import unwrapped
 
@@ -54,8 +50,6 @@ SETTINGS = (
     *("lr", "method", "damping", "max_condition", "every", "statistics_every", "momentum"),
     *("weight_decay", "kl_clip", "factor_beta", "reduction", "nonfinite", *SAME),
 )
-LEAST_DAMPING, MOST_DAMPING = 1e-10, 1e4  # between which it is adapted
-Observed = dict[str, tuple[Sums, float]]  # by layer, with the number of loss terms
 
 
 class NaturalGradient(torch.optim.Optimizer):
@@ -69,7 +63,8 @@ class NaturalGradient(torch.optim.Optimizer):
         fisher: gradients of the data's labels ("empirical"), of labels drawn from the model
             ("sampled") or of all labels ("exact"); the last two need `observe(outputs)`.
         loss: whose distribution `observe` draws from; CrossEntropy() by default.
-        damping: λ of G ⊗ A + λI; see also `update_damping`.
+        damping: λ of G ⊗ A + λI; or (λ_G, λ_A) of (G + λ_G I) ⊗ (A + λ_A I), whose product damps
+            the eigenvalues of EK-FAC; see also `update_damping`.
         max_condition: κ; eigenvalues below their maximum/κ are lifted to it.
         every: steps between eigendecompositions.
         statistics_every: steps between observations.
@@ -77,8 +72,9 @@ class NaturalGradient(torch.optim.Optimizer):
         factor_beta: rate of the means, per observation.
         kl_clip: most of lr²⟨V, M̂⟩, twice the KL divergence that a step may cause; None: no limit.
         layers: patterns of names; None: linear layers, convolutions and attention.
-        policy: which output sides are kept as gradients (Woodbury), with `rho`, `t_max` and
-            `store`, as in `curvature.fit`; past `t_max` the best half of them is kept.
+        policy: which output sides are kept as gradients (Woodbury), with `rho`, `t_max`, `o_max`,
+            `store` and `store_dtype`, as in `curvature.fit`; past `t_max` the best half is kept.
+            None: twice as many as outputs up to 512 of these, where G is exact, and 128 above.
         reduction: whether the loss is the "mean" over the examples of all passes before a step,
             their "sum", or on ranks the "global_mean".
         adamw_lr: learning rate of AdamW, which steps all other parameters.
@@ -98,7 +94,7 @@ class NaturalGradient(torch.optim.Optimizer):
         method: str = "kfac",
         fisher: str = "empirical",
         loss: Likelihood | None = None,
-        damping: float = 1e-3,
+        damping: float | tuple[float, float] = 1e-3,
         max_condition: float | None = None,
         every: int = 10,
         statistics_every: int = 1,
@@ -109,8 +105,10 @@ class NaturalGradient(torch.optim.Optimizer):
         factor_beta: float = 0.95,
         policy: str | Mapping[str, str] = "dense",
         rho: float = 0.75,
-        t_max: int = 1024,
+        t_max: int | None = None,
+        o_max: int = LARGE,
         store: str = "auto",
+        store_dtype: torch.dtype | None = None,
         reduction: str = "mean",
         adamw_lr: float | Tensor = 3e-3,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -127,8 +125,9 @@ class NaturalGradient(torch.optim.Optimizer):
         model = unwrapped(model)
         patterns = [layers] if isinstance(layers, str) else None if layers is None else list(layers)
         chosen = choose_layers(model, patterns, "skip" if policy == "dense" else "lowrank")
-        policies = policy_by_layer(policy, [layer.name for layer in chosen], method)
-        woodbury: Any = {"rho": rho, "t_max": t_max, "storage": store}
+        policies = policy_by_layer(policy, [layer.name for layer in chosen])
+        woodbury: Any = {"rho": rho, "t_max": t_max, "o_max": o_max}
+        woodbury |= {"storage": store, "dtype": store_dtype}
         self._fishers = fishers = {
             layer.name: RunningFisher(layer, method, policies[layer.name], **woodbury)
             for layer in chosen
@@ -159,7 +158,7 @@ class NaturalGradient(torch.optim.Optimizer):
         self.ranks: Ranks | None = None
         self.loss_scale: float | Tensor = 1.0
         self.skipped_steps = self.failed_refreshes = 0
-        self._arguments, self._warned = arguments, False
+        self._arguments, self._warned, self._shares_gram = arguments, False, False
         self._scaler_scale: float | None = None
         self._expected: float | Tensor | None = None  # change of the loss in the last step
         self._draws = 0  # calls of `observe` in this step
@@ -172,17 +171,31 @@ class NaturalGradient(torch.optim.Optimizer):
         self._closing.atexit = False
         self._arm()
 
-    def distribute(self, group: Any = None, *, timeout: float = TIMEOUT) -> None:
+    def distribute(
+        self, group: Any = None, *, reduce: str | None = None, timeout: float = TIMEOUT
+    ) -> None:
         """Share statistics with the processes of a group, by default all; call it on all of them.
 
         Gradients are averaged by DDP or by you. `timeout`: seconds that a process waits for others.
+        `reduce`: how output sides travel, None: as they are kept. "covariance": sums of g̃g̃ᵀ are
+        added up; "gather": all ranks have all g̃; "gram": so too, and each multiplies its share of
+        the outputs for UᵀU; these give the same steps. "none": nothing is shared, to compare.
         """
+        if reduce not in REDUCTIONS:
+            names = ", ".join(map(repr, REDUCTIONS))
+            raise ValueError(f"NaturalGradient: reduce must be one of {names}, got {reduce!r}")
         if self.state or self.param_groups[0]["steps"]:
             raise RuntimeError(
                 "NaturalGradient: distribute() must come before the first step, and before a state "
                 "is loaded; make the optimizer anew"
             )
-        self.ranks = ranks_of(group, timeout)
+        if reduce == "none":
+            self._warned = True
+            return
+        self.ranks, self._shares_gram = ranks_of(group, timeout), reduce == "gram"
+        rows, fishers = None if reduce is None else reduce != "covariance", self._fishers
+        self._observer.make_sums = lambda name: fishers[name].make_sums(rows)
+        self._observer.forget()
 
     def _arm(self) -> None:
         """Register hooks if the next step observes; other steps have none, and no cost."""
@@ -287,10 +300,21 @@ class NaturalGradient(torch.optim.Optimizer):
         if skip is not None or idle:
             return
         with noting_errors(self):
-            for fisher, means, terms, places in self._means(observed, everyone):
+            # a factor set by hand is the whole factor, a scaler's included
+            scale, self._scaler_scale = self._scaler_scale, None
+            by_hand, reduction = float(self.loss_scale), group["reduction"]
+            scale = by_hand if scale is None or by_hand != 1.0 else scale
+            reduction = reduction if self.fisher == "empirical" else None
+            layers = self._fishers, self._params
+            for fisher, means, terms, places in layer_means(
+                *layers, observed, everyone, reduction, scale, self.ranks
+            ):
                 fisher.fold_(means, terms, places, group["factor_beta"])
-            self._refresh_(group)
-            self._write_(group)
+            failed = refresh_(self._fishers.values(), group, self.ranks, self._shares_gram)
+            self.failed_refreshes += failed
+            update = write_(*layers, group, self.ranks, self._update is not None)
+            if update is not None:
+                self._expected, self._update = update.expected, update.size
             if self._adamw is not None:
                 self._adamw.step()
         group["steps"] += 1
@@ -324,103 +348,7 @@ class NaturalGradient(torch.optim.Optimizer):
                     "name in `layers` only others"
                 )
 
-    def _means(
-        self, observed: Observed, everyone: list[list[float]]
-    ) -> Iterator[tuple[RunningFisher, dict[str, Tensor], float, float]]:
-        """Means over the examples of all passes on all ranks, with their terms and places."""
-        # a factor set by hand is the whole factor, a scaler's included
-        scale, self._scaler_scale = self._scaler_scale, None
-        by_hand = float(self.loss_scale)
-        scale = by_hand if scale is None or by_hand != 1.0 else scale
-        reduction = self.param_groups[0]["reduction"]
-        for (name, (sums, terms)), counts in zip(
-            observed.items(), zip(*everyone, strict=True), strict=True
-        ):
-            total, fisher = sum(counts), self._fishers[name]
-            # g̃ = factor·ĝ: from the gradient of the loss to that of one term
-            factors = {"mean": terms, "sum": 1.0, "global_mean": total / len(counts)}
-            factor = factors[reduction] / scale if self.fisher == "empirical" else 1.0
-            like = next(iter(self._params[name].values()))
-            if self.ranks is not None:
-                sums.scale_gradients_(factor, inputs=fisher.method == "tkfac")
-                add_ranks_(sums, self.ranks, like, name)
-                factor = 1.0
-            places = float(sums.get("places", total))
-            yield fisher, means_of(sums, total / factor**2, like), total, places
-
-    def _refresh_(self, group: Mapping[str, Any]) -> None:
-        """Decompose at multiples of `every`, and before in steps 0, 1, 2, 4, 8, …"""
-        # early statistics change fast; a layer without an inverse cannot wait
-        step, every = group["steps"], group["every"]
-        due = step % every == 0 or (step < every and step & (step - 1) == 0)
-        fishers = [
-            f for f in self._fishers.values() if f.has_statistics and (due or not f.has_inverse)
-        ]
-        fishers = [fisher for fisher in fishers if fisher.layer.kind != "diagonal"]
-        if not fishers:
-            return
-        for fisher, pairs in zip(fishers, decompose(fishers, self.ranks), strict=True):
-            if pairs is not None:
-                fisher.refresh_(pairs)
-                continue
-            self.failed_refreshes += 1
-            fisher.fallbacks["failed"] += 1
-            name = fisher.layer.name
-            logger.warning("no eigenbasis of layer %r was found; it keeps what it has", name)
-
-    def _write_(self, group: Mapping[str, Any]) -> None:
-        """All directions, then their common scale, then the step."""
-        moves = []
-        for name, fisher in self._fishers.items():
-            params = self._params[name]
-            if fisher.has_inverse and any(param.grad is not None for param in params.values()):
-                moves.append((fisher, *self._move(fisher, params, group)))
-        if not moves:
-            return
-        lr = float(learning_rate(group))
-        slope = _total([(direction, moment) for _, _, moment, direction in moves])
-        # ⟨V, HV⟩ = ⟨V, M̂⟩: what the quadratic model says this step will change
-        falls = _total([(direction, grad) for _, grad, _, direction in moves])
-        if self.ranks is not None:  # one rank's numbers for all: they may differ by rounding
-            numbers = torch.stack([slope, falls]).to(self.ranks.device)
-            slope, falls = self.ranks.all_gather(numbers)[0].unbind()
-        size = torch.full_like(slope, lr)
-        if group["kl_clip"] is not None:
-            clipped = (group["kl_clip"] / slope).sqrt()
-            size = torch.where(lr**2 * slope > group["kl_clip"], clipped, size)
-        self._expected = size**2 / 2 * slope - size * falls  # for update_damping
-        if self._update is not None:
-            square = _total([(direction, direction) for *_, direction in moves])
-            clipped = size / lr if lr else torch.ones_like(size)
-            elements = sum(direction.numel() for *_, direction in moves)
-            self._update = square * clipped**2, elements
-        for fisher, _, _, direction in moves:
-            layout, factor = fisher.layer.layout, sent(size, direction.device)
-            for key, value in unpack(layout, direction).items():
-                param = self._params[fisher.layer.name][layout.params[key]]
-                if param.grad is not None:
-                    part = layout.part(key, param)
-                    part.mul_(1 - lr * group["weight_decay"])
-                    part.sub_((value * factor).to(param.dtype))
-
-    def _move(
-        self, fisher: RunningFisher, params: Mapping[str, Tensor], group: Mapping[str, Any]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradient, the debiased mean of gradients, and the direction. [B, o, i] each"""
-        grads = {
-            name: torch.zeros_like(param) if param.grad is None else param.grad
-            for name, param in params.items()
-        }
-        matrix, state, beta = pack(fisher.layer.layout, grads), fisher.state, group["momentum"]
-        grad = matrix.to(wide_dtype(matrix)) * (-1 if group["maximize"] else 1)
-        state["step"] += 1
-        moment = grad
-        if beta > 0:
-            mean = state.setdefault("momentum", torch.zeros_like(grad)).lerp_(grad, 1 - beta)
-            moment = mean / (1 - beta ** float(state["step"]))
-        return grad, moment, fisher.direction(moment, group["damping"], group["max_condition"])
-
-    def update_damping(self, before: float, after: float, omega: float = 0.95) -> float:
+    def update_damping(self, before: float, after: float, omega: float = 0.95) -> Damping:
         """Adapt λ by Levenberg–Marquardt, and return it: λ ← ωλ if ρ > ¾, λ/ω if ρ < ¼.
 
         ρ = (after − before) / (½δᵀHδ + ∇ᵀδ), with the losses of the last step's batch before and
@@ -437,13 +365,9 @@ class NaturalGradient(torch.optim.Optimizer):
             before, after = before / parts, after / parts
         change = before - after if group["maximize"] else after - before
         ratio = change / expected if expected < 0 else 0.5
-        damping = group["damping"]
-        if not ratio >= 0.25:  # also if the loss is NaN
-            damping /= omega
-        elif ratio > 0.75:
-            damping *= omega
-        group["damping"] = min(max(damping, LEAST_DAMPING), MOST_DAMPING)
-        return group["damping"]
+        damping: Damping = adapted(group["damping"], ratio, omega)
+        group["damping"] = damping
+        return damping
 
     def report(self) -> CurvatureReport:
         """One record a layer: terms, columns, λ, κ before and after, clipped share, bytes.
@@ -481,29 +405,11 @@ class NaturalGradient(torch.optim.Optimizer):
         ]
 
     def _show(self) -> None:
-        """Put the states of layers and of AdamW into `self.state`.
-
-        A layer's state belongs to its first parameter, with a prefix where layers share it.
-        """
-        entries: dict[Tensor, dict[str, Any]] = {}
-        for name, fisher in self._fishers.items():
-            first, prefix = self._home(name)
-            state = {prefix + key: value for key, value in fisher.state.items()}
-            if state:
-                entries.setdefault(first, {}).update(state)
-                # torch.distributed.checkpoint expects an entry of every parameter
-                for param in self._params[name].values():
-                    entries.setdefault(param, {"step": fisher.state["step"]})
-        self.state.update(entries)
+        """Put the states of layers and of AdamW into `self.state`."""
+        self.state.update(layer_entries(self._fishers, self._params))
         if self._adamw is not None:
             self.state.update(self._adamw.state)
         self._shown = {param: (entry, dict(entry)) for param, entry in self.state.items()}
-
-    def _home(self, name: str) -> tuple[Tensor, str]:
-        """The parameter under which a layer's state is shown, and the prefix of its keys."""
-        first = next(iter(self._params[name].values()))
-        shared = bool(self._fishers[name].layer.layout.rows)
-        return first, f"{name.rpartition('.')[2]}." if shared else ""
 
     def _learns(self, name: str) -> bool:
         return any(param.requires_grad for param in self._params[name].values())
@@ -536,10 +442,7 @@ class NaturalGradient(torch.optim.Optimizer):
         packed = super().state_dict()
         packed["param_groups"] = saved_groups(packed["param_groups"])
         if self._adamw is not None:
-            part, group = self._adamw.state_dict(), packed["param_groups"][1]
-            numbers = group["params"]
-            packed["state"] |= {numbers[i]: entry for i, entry in part["state"].items()}
-            packed["param_groups"][1] = {**part["param_groups"][0], "params": numbers}
+            add_adamw_(packed, self._adamw)
         return packed
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -549,6 +452,7 @@ class NaturalGradient(torch.optim.Optimizer):
         if problem := not_finite(who, state_dict, current):
             raise ValueError(problem)
         groups, state = state_dict["param_groups"], state_dict["state"]
+        groups[0] = {key: saved_value(value) for key, value in groups[0].items()}
         check_same(current[0], groups[0])
         check_arguments(self._arguments | groups[0])
         keys = dict(zip(current[0]["params"], groups[0]["params"], strict=True))
@@ -557,15 +461,9 @@ class NaturalGradient(torch.optim.Optimizer):
         try:
             for name, fisher in self._fishers.items():
                 fisher.method = methods[name] = groups[0]["method"]
-                first, prefix = self._home(name)
-                entry = state.get(keys[first], {})
-                part = {k.removeprefix(prefix): v for k, v in entry.items() if k.startswith(prefix)}
-                fisher.load_(part, first)
+            load_layers_(self._fishers, self._params, state, keys)
             if self._adamw is not None:
-                numbers = dict(enumerate(groups[1]["params"]))
-                entries = {i: state[key] for i, key in numbers.items() if key in state}
-                group = {**groups[1], "params": list(numbers)}
-                self._adamw.load_state_dict({"state": entries, "param_groups": [group]})
+                load_adamw_(self._adamw, state, groups[1])
         except Exception:
             for name, (old, method) in before.items():
                 self._fishers[name].state, self._fishers[name].method = old, method
@@ -599,10 +497,3 @@ class NaturalGradient(torch.optim.Optimizer):
                 stacklevel=4,
             )
         self._warned = True
-
-
-def _total(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Σ ⟨X, Y⟩ in float64, on the device of the first. []"""
-    products = [(x * y).sum().double() for x, y in pairs]
-    device = products[0].device
-    return torch.stack([sent(product, device) for product in products]).sum()
