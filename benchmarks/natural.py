@@ -1,6 +1,6 @@
 """Ablation of NaturalGradient: policies, damping, condition numbers, reductions over ranks.
 
-    python benchmarks/natural.py [--steps 60] [--lr 0.01] [--task NAME,NAME] [--ranks 2]
+    python benchmarks/natural.py [--steps 60] [--lr 0.01] [--task NAME,NAME] [--ranks 2] [--heads]
 
 Every setting trains the same model on the same batches, from one seed: the classifier of
 digits-tiny and the byte-level transformer of speeches-tiny. The table has the final evaluation
@@ -8,7 +8,8 @@ loss, the mean CPU time of a step (model and optimizer, one thread) as a ratio t
 same run, the memory of statistics and bases, the share of eigenvalues that max_condition has
 lifted at the end, and the largest condition number of a layer after damping. With --ranks, each of
 so many processes has its part of every batch, and the table compares ways of
-`distribute(reduce=…)` by how far the weights end from those of one process.
+`distribute(reduce=…)` by how far the weights end from those of one process. With --heads, the table
+has the median step of 20 and the longest of wide layers with policy="auto".
 """
 
 import argparse
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 from records import recorded
 from timing import conditions
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -49,6 +50,7 @@ SETTINGS = (
     *(f"natural(damping={damping})" for damping in DAMPINGS),
     *(f"natural(damping=1e-6,max_condition={condition})" for condition in CONDITIONS),
 )
+HEADS = ((16, 4_000), (16, 9_000), (64, 50_257))
 REDUCTIONS = ("covariance", "gather", "gram", "none")
 REDUCED: tuple[dict[str, Any], ...] = ({}, {"policy": "all"}, {"policy": "all", "t_max": 32})
 
@@ -149,6 +151,28 @@ def trained(
     return [param.detach() for param in model.parameters()], time.process_time() - start
 
 
+def wide_heads() -> None:
+    """CPU time of the steps of one wide layer, on batches of 64."""
+    print("| inputs → outputs | method | median step, s | longest | state, MB |")
+    print("|---|---|---|---|---|")
+    for inputs, outputs in HEADS:
+        for method in ("kfac", "ekfac"):
+            torch.manual_seed(0)
+            head = nn.Linear(inputs, outputs)
+            optimizer = isokron.NaturalGradient(head, policy="auto", method=method, every=1000)
+            seconds = []
+            for _ in range(20):
+                optimizer.zero_grad()
+                logits = head(torch.randn(64, inputs))
+                nn.functional.cross_entropy(logits, torch.randint(outputs, (64,))).backward()
+                start = time.process_time()
+                optimizer.step()
+                seconds.append(time.process_time() - start)
+            median, size = statistics.median(seconds), optimizer.report()[0]["bytes"] / 1e6
+            shown = f"{median:.3f} | {max(seconds) / median:.1f} × | {size:.0f}"
+            print(f"| {inputs} → {outputs:,} | `{method}` | {shown} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -157,12 +181,17 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1e-2, help="Learning rate of NaturalGradient.")
     parser.add_argument("--task", default="digits-tiny,speeches-tiny", help="Comma-separated.")
     parser.add_argument("--ranks", type=int, help="Compare reductions over so many processes.")
+    parser.add_argument("--heads", action="store_true", help="Time the steps of wide layers.")
     options = parser.parse_args()
     if options.steps < 1:
         parser.error("--steps must be at least 1")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     with recorded("natural"):
+        if options.heads:
+            print(f"{conditions()}\n")
+            wide_heads()
+            return
         print(f"{conditions()}; {options.steps} steps, lr {options.lr:g}, AdamW lr {ADAMW_LR:g}\n")
         for name in options.task.split(","):
             if options.ranks:
