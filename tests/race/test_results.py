@@ -56,14 +56,14 @@ def test_reaching_is_measured_against_adamws_final_loss(make_run):
         make_run("slow", losses=(5, 4, 3, 2), seed=1),
     ]
     adamw, quick, slow = standings(runs, seeds=2)
-    assert (adamw.steps_to_reach, adamw.fewer_steps, adamw.less_time) == (30, 1, 1)
+    assert (adamw.steps_to_reach, adamw.steps_share, adamw.time_share) == (30, 1, 1)
     assert quick.steps_to_reach == pytest.approx(15)
-    assert quick.fewer_steps == pytest.approx(2)
+    assert quick.steps_share == pytest.approx(1 / 2)
     assert quick.seconds_to_reach == pytest.approx(15 * 0.024)
-    assert quick.less_time == pytest.approx(30 * 0.012 / (15 * 0.024))
+    assert quick.time_share == pytest.approx(15 * 0.024 / (30 * 0.012))
     assert quick.final == pytest.approx(0.3)
     assert quick.spread == pytest.approx(0.1414, abs=1e-4)
-    assert slow.steps_to_reach is slow.less_time is None
+    assert slow.steps_to_reach is slow.time_share is None
 
 
 def test_edge_is_flagged_only_at_the_ends_of_the_sweep(make_run):

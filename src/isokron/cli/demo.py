@@ -13,10 +13,10 @@ from isokron.report.render import add_link_
 
 TASK = "speeches-tiny"
 STEPS = 150
-# three values around the best of each; AdamW with a rate of its own for all but hidden matrices
-RATES = {"adamw": "2.5e-3x10,5e-3x10,1e-2x10", "muon": "1e-2,3e-2,1e-1", "soap": "1e-2,3e-2,1e-1"}
+# three values around the best of each; AdamW with ten times the rate for all but hidden matrices
+RATES = {"adamw": "2.5e-3x10,5e-3x10,1e-2x10", "shampoo": "1e-2,3e-2,6e-2"}
 # training examples and steps of the explained model, and a query
-EXAMPLES, LEARNED = 2000, 600
+EXAMPLES, LEARNED = 2000, 500
 TEXT = "Fellow-Citizens of the Senate and House of Representatives"
 # links between the two pages
 ANSWERS = "Which training examples make such a model say what it says?"
@@ -36,9 +36,9 @@ def demo(
         Path, typer.Option(help="Folder for the pages; an earlier demo in it is continued.")
     ] = Path("isokron-demo"),
 ) -> None:
-    """Race three optimizers on a small language model, and show which examples taught it.
+    """Race Shampoo against AdamW on a small language model, and show which examples taught it.
 
-    Takes a few minutes. If it is stopped, run the same command again to continue.
+    Takes about a minute. If it is stopped, run the same command again to continue.
 
     Examples:
       isokron demo

@@ -84,12 +84,12 @@ def _row(s: Standing, result: Result) -> dict[str, str]:
     seconds = (s.model_seconds, s.optimizer_seconds)
     row = {
         "optimizer": s.optimizer,
-        "best lr": f"{s.setting}" + (" (edge)" if s.edge else ""),
         "final loss": f"{s.final:.4f}" + (f" ± {s.spread:.4f}" if s.spread is not None else ""),
-        "best loss": f"{s.best:.4f}",
-        "steps to AdamW's loss": _ratio(s.steps_to_reach, s.fewer_steps, "", "fewer") or missed,
-        "time to AdamW's loss": _ratio(s.seconds_to_reach, s.less_time, " s", "less") or missed,
         **(_shortest_cells(s, result) if result.searched else {}),
+        "steps to AdamW's loss": _share(s.steps_to_reach, s.steps_share, ".0f") or missed,
+        "time to AdamW's loss": _share(s.seconds_to_reach, s.time_share, ".2f", " s") or missed,
+        "best lr": f"{s.setting}" + (" (edge)" if s.edge else ""),
+        "best loss": f"{s.best:.4f}",
         "step, ms: model + optimizer": " + ".join(f"{1e3 * value:.1f}" for value in seconds),
         "optimizer memory": memory(s.optimizer_bytes),
         "diverged": f"{s.diverged} of {count} runs" if s.diverged else "none",
@@ -113,14 +113,11 @@ def health(result: Result) -> list[list[str]]:
     return rows
 
 
-def _ratio(value: float | None, ratio: float | None, unit: str, word: str) -> str:
+def _share(value: float | None, share: float | None, form: str, unit: str = "") -> str:
+    """A number of steps or seconds with its share of AdamW's own."""
     if value is None:
         return ""
-    text = f"{value:.{2 if unit else 0}f}{unit}"
-    # a tie is no gain
-    if ratio is None or abs(ratio - 1) < 0.005:
-        return text
-    return f"{text} ({f'{ratio:.2f}× {word}' if ratio > 1 else f'{1 / ratio:.2f}× more'})"
+    return f"{value:{form}}{unit}" + (f" ({share:.2f}×)" if share is not None else "")
 
 
 def _shortest_cells(s: Standing, result: Result) -> dict[str, str]:

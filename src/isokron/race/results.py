@@ -85,7 +85,7 @@ class Standing:
     tried: everything that was run; setting: the best at full length, None if none has finished.
     final, spread: mean and standard deviation over seeds of the final evaluation loss.
     steps_to_reach, seconds_to_reach: where the mean curve first meets AdamW's final loss.
-    fewer_steps, less_time: AdamW's own steps and seconds to that loss, divided by these.
+    steps_share, time_share: these as shares of AdamW's own steps and seconds to that loss.
     edge: the best learning rate is the lowest or highest tried, so it may not be the best.
     schedules: steps of the shorter schedules tried with the best setting → mean final loss.
     untried: lengths that remain in the search for the shortest schedule.
@@ -101,8 +101,8 @@ class Standing:
     best: float = math.inf
     steps_to_reach: float | None = None
     seconds_to_reach: float | None = None
-    fewer_steps: float | None = None
-    less_time: float | None = None
+    steps_share: float | None = None
+    time_share: float | None = None
     model_seconds: float = 0.0
     optimizer_seconds: float = 0.0
     optimizer_bytes: int = 0
@@ -240,8 +240,8 @@ def _compare_(s: Standing, adamw: Standing, result: Result) -> None:
         s.seconds_to_reach = steps * s.step_seconds
     # the untrained model may reach it at step 0
     if steps and s.seconds_to_reach and adamw.steps_to_reach:
-        s.fewer_steps = adamw.steps_to_reach / steps
-        s.less_time = adamw.steps_to_reach * adamw.step_seconds / s.seconds_to_reach
+        s.steps_share = steps / adamw.steps_to_reach
+        s.time_share = s.seconds_to_reach / (adamw.steps_to_reach * adamw.step_seconds)
 
 
 def _search_(s: Standing, adamw: Standing, steps: int) -> None:
