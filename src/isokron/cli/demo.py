@@ -8,7 +8,7 @@ import typer
 from isokron.cli.attribution import Asked, RunCurvature, Scoring, StoreRows, attribute
 from isokron.cli.encoding import echo
 from isokron.cli.race import race
-from isokron.cli.source import Resources, Source
+from isokron.cli.source import Resources, Source, TaskSource
 from isokron.report.render import add_link_
 
 TASK = "speeches-tiny"
@@ -46,7 +46,7 @@ def demo(
     """
     echo("A byte-level language model learns from presidents' speeches.", err=True)
     rates = [f"{name}={values}" for name, values in RATES.items()]
-    race(TASK, ",".join(RATES), rates, STEPS, seeds=1, out=out, resume=True)
+    race(TaskSource(task=TASK), ",".join(RATES), rates, STEPS, seeds=1, out=out, resume=True)
     echo(ANSWERS, err=True)
     source = Source(task=TASK, steps=LEARNED, lr=1e-2, examples=EXAMPLES)
     asked = Asked(query=[TEXT, "eval:0"])

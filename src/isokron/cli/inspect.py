@@ -9,7 +9,7 @@ import typer
 from isokron.cli.attribution import CurvatureOptions
 from isokron.cli.encoding import echo
 from isokron.cli.process import work
-from isokron.cli.race import TASK
+from isokron.cli.source import TASK
 from isokron.cli.terminal import Display, fitted_table, output
 from isokron.report.render import visible
 

@@ -10,6 +10,7 @@ import typer
 
 from isokron.cli.encoding import echo
 from isokron.cli.process import work
+from isokron.cli.source import TaskSource
 from isokron.cli.terminal import Display, fitted_table, output
 from isokron.report.render import visible
 
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from isokron.race import Result
     from isokron.race.race import Rate
 
-TASK = "Built-in task (see: isokron tasks), module:function or file.py:function."
 OPTIMIZERS = (
     "Comma-separated: adamw, muon, shampoo, soap, katie, quad, skew, natural, sign or any "
     "module:name, with options in parentheses: muon(momentum=0.9), torch.optim:SGD(momentum=0.9)."
@@ -30,10 +30,11 @@ RATES = (
 SEEDS = "Runs with the best setting of each optimizer or, with --lr, with each learning rate."
 SHORTEST = "Also find the shortest schedule with which each optimizer reaches adamw's final loss."
 OUT = "New folder for the results. Default: runs/race-<task>."
+HELD_OUT = 0.1  # of the documents of --data, for evaluation
 
 
 def race(
-    task: Annotated[str, typer.Option(help=TASK, metavar="TASK")] = "digits",
+    source: TaskSource,
     optimizers: Annotated[str, typer.Option(help=OPTIMIZERS, metavar="LIST")] = "adamw,muon",
     lr: Annotated[list[str] | None, typer.Option(help=RATES, metavar="RATES")] = None,
     steps: Annotated[int, typer.Option(help="Training steps per run.")] = 300,
@@ -45,18 +46,24 @@ def race(
     """Compare optimizers: same weights, same batches, each with its best setting.
 
     Shows a table and writes a page with the curves. adamw always takes part for comparison.
+    Without --task and --model the task is digits; a tenth of --data is held out for evaluation.
 
     Examples:
       isokron race --task digits --optimizers adamw,muon
       isokron race --task speeches-tiny --optimizers soap --lr 0.01,0.03 --seeds 1
       isokron race --optimizers 'muon(momentum=0.9),torch.optim:SGD' --out runs/mine
+      isokron race --model FOLDER --data train.jsonl --optimizers soap --lr 1e-4,3e-4
     """
     from isokron.optimizers_by_name import split_specs
     from isokron.race.race import Race, race_folder, slug
 
     rates = parse_rates(lr or [])
+    if source == TaskSource():
+        source = TaskSource(task="digits")
+    source.check()
+    task = source.task or source.load_task(HELD_OUT)
     prepared = Race(task, split_specs(optimizers), steps, seeds, rates, shortest)
-    folder = out or Path("runs") / f"race-{slug(task)}"
+    folder = out or Path("runs") / f"race-{slug(source.task or Path(str(source.model)).name)}"
     advice = "continue with the same command and --resume"
     # opened outside of `work`, since an unusable folder is a wrong call
     with race_folder(folder, prepared.settings, resume), work(advice):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from isokron.tasks import Task
     from isokron.training import Progress
 
+TASK = "Built-in task (see: isokron tasks), module:function or file.py:function."
 STEPS = 300  # default training steps of a task's model
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -34,15 +35,11 @@ LAYERS = {"rich_help_panel": "Layers"}
 
 
 @dataclass(frozen=True)
-class Source:
-    """Options for model and data; run.json records those that differ from the defaults."""
+class TaskSource:
+    """Options for a task, or for a pretrained model and data."""
 
     panel: ClassVar[str] = "Model and data"
-    task: str | None = option(
-        None,
-        "Built-in task (see: isokron tasks), module:function or file.py:function.",
-        metavar="TASK",
-    )
+    task: str | None = option(None, TASK, metavar="TASK")
     model: str | None = option(
         None,
         "Hugging Face model, instead of --task: folder (also of an adapter of peft) or hub name.",
@@ -64,6 +61,48 @@ class Source:
     long: Literal["error", "cut", "split"] = option(
         "error", "How to treat longer documents.", **PRETRAINED
     )
+    dtype: Dtype = option("float32", "Dtype of the weights of --model.", **PRETRAINED)
+    chat: bool | None = option(
+        None, "Use the chat template for prompts. Default: if there is one.", **PRETRAINED
+    )
+
+    def check(self) -> None:
+        """Refuse options that do not go together."""
+        if self.task is None and (self.model is None or self.data is None):
+            raise ValueError("give --task, or --model and --data")
+        if self.task is not None and (self.model is not None or self.data is not None):
+            raise ValueError("give --task, or --model and --data, not both")
+
+    def load_task(self, evaluation: float = 0) -> Task:
+        """The task; evaluation: the fraction of the documents of --data to hold out."""
+        if self.task is not None:
+            from isokron.tasks import load
+
+            return load(self.task)
+        from isokron.tasks.documents import read_documents
+        from isokron.tasks.huggingface import classifier, language_model
+        from isokron.tasks.model_location import locate
+
+        assert self.model is not None
+        assert self.data is not None
+        settings: dict[str, Any] = {"context": self.context, "long": self.long}
+        settings["evaluation"] = evaluation
+        label = self.label or ("label" if self.kind == "classifier" else None)
+        locate(self.model)  # a missing folder is told before data are looked for on a hub
+        # read first, since loading the model may take long
+        documents = read_documents(self.data, text=self.text, label=label, id=self.id)
+        if self.kind == "classifier":
+            task = classifier(self.model, documents, dtype=self.dtype, **settings)
+        else:
+            settings["chat"] = self.chat
+            task = language_model(self.model, documents, dtype=self.dtype, **settings)
+        return task
+
+
+@dataclass(frozen=True)
+class Source(TaskSource):
+    """Options for model and data; run.json records those that differ from the defaults."""
+
     weights: str | None = option(
         None, "Safetensors file with the model's trained weights.", metavar="FILE", **TRAINED
     )
@@ -78,10 +117,6 @@ class Source:
     examples: int | None = option(None, "Use only N training examples, evenly spaced.", min=1)
     on_bad: Literal["raise", "skip"] = option(
         "raise", "Training examples without a finite loss or gradient: stop, or go on without them."
-    )
-    dtype: Dtype = option("float32", "Dtype of the weights of --model.", **PRETRAINED)
-    chat: bool | None = option(
-        None, "Use the chat template for prompts. Default: if there is one.", **PRETRAINED
     )
     layers: list[str] | None = option(
         None,
@@ -101,10 +136,7 @@ class Source:
 
     def resolved(self) -> Source:
         """The source with absolute paths, after checking that its options go together."""
-        if self.task is None and (self.model is None or self.data is None):
-            raise ValueError("a new run needs --task, or --model and --data")
-        if self.task is not None and (self.model is not None or self.data is not None):
-            raise ValueError("give --task, or --model and --data, not both")
+        self.check()
         if self.weights is not None and self.steps:
             raise ValueError("--weights are already trained; leave out --steps or --weights")
         if self.weights is not None and not Path(self.weights).is_file():
@@ -125,29 +157,6 @@ class Source:
         """Options that differ from the defaults, for run.json and the command on the page."""
         values = {option.name: getattr(self, option.name) for option in fields(self)}
         return {name: value for name, value in values.items() if value != getattr(Source(), name)}
-
-    def load_task(self) -> Task:
-        if self.task is not None:
-            from isokron.tasks import load
-
-            return load(self.task)
-        from isokron.tasks.documents import read_documents
-        from isokron.tasks.huggingface import classifier, language_model
-        from isokron.tasks.model_location import locate
-
-        assert self.model is not None
-        assert self.data is not None
-        settings: dict[str, Any] = {"context": self.context, "long": self.long, "evaluation": 0}
-        label = self.label or ("label" if self.kind == "classifier" else None)
-        locate(self.model)  # a missing folder is told before data are looked for on a hub
-        # read first, since loading the model may take long
-        documents = read_documents(self.data, text=self.text, label=label, id=self.id)
-        if self.kind == "classifier":
-            task = classifier(self.model, documents, dtype=self.dtype, **settings)
-        else:
-            settings["chat"] = self.chat
-            task = language_model(self.model, documents, dtype=self.dtype, **settings)
-        return task
 
     def load_model(self, task: Task, folder: Path, progress: Progress) -> nn.Module:
         """The model with weights from --weights, the run's folder or the task, or trained now."""
