@@ -296,6 +296,12 @@ def matched_table(name: str, optimizers: tuple[str, ...]) -> list[str]:
     return rows
 
 
+def tables() -> list[str]:
+    """The rows of all tables."""
+    names = [name for name in STEPS if Study(name).records.runs]
+    return [row for name in names for f in (table, matched_table) for row in f(name, OPTIMIZERS)]
+
+
 def unit_of(name: str) -> float:
     """Nats in the unit of a task's losses: bits on enwik8."""
     return math.log(2) if name.startswith("enwik8") else 1.0
