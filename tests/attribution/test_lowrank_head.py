@@ -44,7 +44,7 @@ def attributor(folder: Path, tied: bool = False, **options: Any) -> Attributor:
     return Attributor(folder, Words(tied), data(), loss=losses.CrossEntropy(), **options)
 
 
-def naive(model: Any, fisher: str) -> Tensor:
+def naive(model: Any, fisher: str, method: str = "kfac") -> Tensor:
     """⟨∇_q, H⁻¹∇_t⟩ of the head's weight: Kronecker factors by loops over terms.
 
     A tied weight has a gradient g at the embedding of token t too, g e_tᵀ transposed: a use of
@@ -80,12 +80,17 @@ def naive(model: Any, fisher: str) -> Tensor:
                     places += 1
         gradients.append(gradient.flatten())
     output, inputs = output / terms, inputs / places
+    rows = torch.stack(gradients)
+    if method == "ekfac" and fisher != "exact":  # a closed-form head is K-FAC
+        bases = (torch.linalg.eigh(side).eigenvectors.contiguous() for side in (output, inputs))
+        rotated = rows @ torch.kron(*bases)
+        values = rotated.square().sum(0) / terms
+        return rotated / (values + DAMPING * values.mean()) @ rotated.T
     # √(λ)/π and π√λ with λ = 0.1 of the mean eigenvalue: √0.1 of each side's own mean
     damped = [
         side + DAMPING**0.5 * side.trace() / len(side) * torch.eye(len(side)).double()
         for side in (output, inputs)
     ]
-    rows = torch.stack(gradients)
     return rows @ torch.linalg.solve(torch.kron(*damped), rows.mT)
 
 
@@ -100,7 +105,7 @@ def test_scores_of_a_lowrank_head_are_those_of_dense_matrices(
     left_out = [(item.name, item.parameters) for item in a.selection.left_out]
     assert left_out == ([] if tied else [("table", OUTPUTS * WIDTH)])
     scores = a.score(data(), by_layer=True)
-    right = naive(a.subject.model, fisher)
+    right = naive(a.subject.model, fisher, method)
     parts = scores.by_layer[:, scores.layers.index("head")].double()
     torch.testing.assert_close(parts, right, rtol=1e-4, atol=1e-4 * float(right.abs().max()))
     a.subject.model.float()
