@@ -309,7 +309,7 @@ def network() -> nn.Module:
 
 
 def test_any_data_set_gives_the_same_scores(tmp_path: Path) -> None:
-    import datasets
+    datasets = pytest.importorskip("datasets")
 
     data = Pairs()
     rows = [data[number] for number in range(12)]

@@ -405,7 +405,7 @@ def test_unrolled_scores_are_compared_with_ekfac_without_retraining(tmp_path: Pa
     scores = [run.score(queries, save=False) for run in (other, a)]
     expected = float(spearman(*scores).mean())
     assert results["agreement"]["ekfac"]["mean"] == pytest.approx(expected, abs=1e-5)
-    with pytest.raises(ValueError, match="models must be at least 1 for a run that is not"):
+    with pytest.raises(ValueError, match="subsets must be at least 1 for a run that is not"):
         evaluate(other, unused, 4, subsets=0)
 
 
