@@ -201,6 +201,26 @@ def test_natural_gradient_has_the_statistics_that_it_keeps(method: str) -> None:
     close(curvature["mix"].to_dense()[0], right)
 
 
+@pytest.mark.parametrize("method", ["kfac", "ekfac"])
+def test_natural_gradient_with_few_columns_has_what_they_stand_for(method: str) -> None:
+    options = {"policy": "all", "t_max": 3}  # of the 5 outputs of "mix"
+    model, optimizer, _ = trained("NaturalGradient", method=method, steps=25, **options)
+    curvature, _ = taken(model, optimizer, "mix,head")
+    entry = optimizer.state[model.get_parameter("mix.weight")]
+    if method == "kfac":
+        columns = (entry["columns"] * entry["lengths"][:, None])[0, :, : int(entry["count"])]
+        right = torch.kron(columns @ columns.mT, entry["input"][0])
+    else:
+        left, side, values = (
+            entry[key][0] for key in ("basis.output", "basis.input", "eigenvalues")
+        )
+        inside = torch.kron(left, side)
+        right = inside @ torch.diag(values[:-1].flatten()) @ inside.mT
+        beyond = torch.eye(len(left)).to(left) - left @ left.mT
+        right = right + torch.kron(beyond, side @ torch.diag(values[-1]) @ side.mT)
+    close(curvature["mix"].to_dense()[0], right)
+
+
 def test_packed_projections_have_their_rows() -> None:
     model, optimizer, gradients = trained("Shampoo", Attention())
     curvature = taken(model, optimizer)[0]
