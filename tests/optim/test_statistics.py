@@ -24,9 +24,13 @@ def rms(tensors: list[Tensor]) -> float:
 def directions(
     params: list[Tensor], before: list[Tensor], group: Mapping[str, Any]
 ) -> list[Tensor]:
-    """P of W' = W − lr(P + λW)."""
-    decay = 0.0 if group["decay"] == "l2" else group["weight_decay"]
-    return [(w - p) / group["lr"] - decay * w for p, w in zip(params, before, strict=True)]
+    """P of W' = W − lr(P + λW); λW is in P where it was added to it."""
+
+    def rate(w: Tensor) -> float:
+        added = group["decay"] == "l2" or (group["decay"] == "momentum" and w.ndim > 1)
+        return 0.0 if added else float(group["weight_decay"])
+
+    return [(w - p) / group["lr"] - rate(w) * w for p, w in zip(params, before, strict=True)]
 
 
 def stepped(model: nn.Module, optimizer: Any, seed: int, dtype: torch.dtype) -> list[Tensor]:
