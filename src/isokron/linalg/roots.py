@@ -26,8 +26,8 @@ def inverse_root(
     A matrix without a root (not finite, or singular without damping) gives a result that is not
     finite. Half precision is computed and returned in float32. `deficient` is what to do with
     eigenvalues that are not positive, see `inverse_power`. Autograd can differentiate it, once.
-    solver="newton" and "higher" use matrix products only, for accelerators: they need an integer p
-    and A + εI positive definite.
+    solver="newton" and "higher" use matrix products only, for accelerators, with an integer p;
+    where they find none, as of an A that rounding has made indefinite, the root is that of "eigh".
     """
     if matrix.ndim < 2 or matrix.size(-2) != matrix.size(-1):
         raise ValueError(
@@ -42,7 +42,15 @@ def inverse_root(
         full, diagonal = lower + lower.tril(-1).mT, lower.diagonal(dim1=-2, dim2=-1)
         added = damping if deficient == "lift" else _relative_damping(diagonal, damping)
         full.diagonal(dim1=-2, dim2=-1).add_(added)
-        return coupled_root(full, int(root), order=2 if solver == "newton" else 3)
+        result = coupled_root(full, int(root), order=2 if solver == "newton" else 3)
+        missing = result.isnan().flatten(-2).any(-1)
+        if bool(missing.any()):
+            result[missing] = _by_eigenvalues(matrix[missing], root, damping, deficient)
+        return result
+    return _by_eigenvalues(matrix, root, damping, deficient)
+
+
+def _by_eigenvalues(matrix: Tensor, root: float, damping: float, deficient: str) -> Tensor:
     values, basis = eigh(matrix)
     powers = inverse_power(values, root, damping, deficient)
     return (basis * powers.unsqueeze(-2)) @ basis.mT
