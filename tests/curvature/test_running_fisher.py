@@ -166,6 +166,13 @@ def test_columns_in_half_precision_are_decayed_and_as_right_as_their_rounding(
         torch.testing.assert_close(stored.state[key], right.state[key], rtol=rtol, atol=0)
 
 
+def test_columns_of_a_checkpoint_go_where_their_storage_says() -> None:
+    saved = fisher_of([observations(0, 3)], policy="all", t_max=4)
+    fisher = RunningFisher(saved.layer, policy="all", t_max=4, storage="device")
+    fisher.load_(saved.state, torch.zeros((), device="meta"))
+    assert fisher.state["columns"].is_meta
+
+
 def test_clipped_eigenvalues_are_counted_and_the_condition_number_holds() -> None:
     data = [observations(0, 4)]
     left, right = naive_sides(data)

@@ -145,8 +145,10 @@ class RunningFisher:
                     f"in the checkpoint and {shapes[1]} here; load it into the model and settings "
                     "that saved it"
                 )
-            if key not in (*COUNTS, "columns"):
+            if key not in COUNTS:
                 state[key] = state[key].to(like.device)
+            if key == "columns":
+                state[key] = store(state[key], None, self.storage)
         self.state = state
 
     def fold_(self, means: Mapping[str, Tensor], terms: float, places: float, beta: float) -> None:
