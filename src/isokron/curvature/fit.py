@@ -388,7 +388,7 @@ def planned_bytes(
 
 def policy_by_layer(policy: str | Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
     """The policy of every layer."""
-    by_name = dict.fromkeys(names, policy) if isinstance(policy, str) else dict(policy)
+    by_name = policy if isinstance(policy, Mapping) else dict.fromkeys(names, policy)
     unknown = sorted(set(by_name) - set(names))
     if unknown:
         raise ValueError(

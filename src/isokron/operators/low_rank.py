@@ -188,7 +188,7 @@ def woodbury_policy(
     if policy not in POLICIES:
         raise ValueError(f"policy must be one of {POLICIES}, got {policy!r}")
     for name, value in (("rho", rho), ("t_max", t_max), ("o_max", o_max)):
-        if not value > 0:
+        if not (isinstance(value, int | float) and value > 0):
             raise ValueError(f"{name} must be positive, got {value!r}")
     if policy == "auto" and terms is not None:
         return terms <= rho * outputs and terms <= t_max

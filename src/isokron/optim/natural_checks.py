@@ -15,7 +15,7 @@ from isokron.distributed import Ranks, is_sharded
 from isokron.linalg import on_host
 from isokron.operators.low_rank import DTYPES, STORAGES
 from isokron.optim.gradient_checks import check_sums, check_types, gradient_sums, wide_dtype
-from isokron.optim.settings import check_number, param_name
+from isokron.optim.settings import check_number, is_number, param_name
 
 CHOICES = {
     "method": ("kfac", "ekfac", "tkfac"),
@@ -59,10 +59,11 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         need(counted or unset, name, f"a whole number of at least {least}")
     dtypes = (None, *DTYPES)
     need(arguments["store_dtype"] in dtypes, "store_dtype", f"one of {dtypes}")
-    need(0 <= arguments["momentum"] < 1, "momentum", "at least 0 and below 1")
-    need(0 <= arguments["factor_beta"] <= 1, "factor_beta", "at least 0 and at most 1")
-    condition = arguments["max_condition"]
-    need(condition is None or condition >= 1, "max_condition", "None or at least 1")
+    need(is_number(arguments["momentum"], below=1), "momentum", "at least 0 and below 1")
+    beta, condition = arguments["factor_beta"], arguments["max_condition"]
+    need(is_number(beta) and beta <= 1, "factor_beta", "at least 0 and at most 1")
+    rule = "None or at least 1"
+    need(condition is None or is_number(condition, least=1), "max_condition", rule)
 
 
 def check_same(group: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
