@@ -60,6 +60,7 @@ def test_tasks_are_listed_one_per_line():
         (["hessian", "runs/a"], "No such command 'hessian'; did you mean fit?"),
         (["build", "runs/a", "--projection_dim", "16"], "--projection_dim; did you mean --dim?"),
         (["score", "runs/a", "--fsdp"], "No such option: --fsdp; isokron has none"),
+        (["race", "--context", "5", "--task", "digits"], "--context goes with --model, not --task"),
         (["race", "--optimizers", "mun"], "did you mean muon"),
         (["race", "--optimizers", "muon(0.9)"], "options must read"),
         (["race", "--lr", "1e-3,fast"], "'1e-3,fast' is not a list of numbers"),
@@ -84,6 +85,16 @@ def test_failed_work_exits_1_without_a_traceback(inside, tmp_path):
     assert code == 1
     assert "one loss per example" in err.splitlines()[-1]
     assert "Traceback" not in err
+
+
+def test_a_race_in_which_nothing_finishes_says_so(tmp_path):
+    text = TOY.read_text().replace("noisy", "bad").replace(".mean(1)", ".mean(1) * float('nan')")
+    (tmp_path / "mine.py").write_text(text)
+    arguments = ("race", "--task", "mine.py:task", "--steps", "4", "--optimizers", "sign")
+    done = isokron(*arguments, cwd=tmp_path)
+    assert done.returncode == 1
+    assert re.search(r"sign .* diverged ", done.stdout)
+    assert "index.html" in done.stdout
 
 
 def test_a_race_prints_the_table_and_the_page_and_refuses_to_overwrite(inside, tmp_path):

@@ -417,6 +417,8 @@ def test_a_multiple_that_is_not_a_positive_number_is_refused(wrong: Any) -> None
 
 
 def test_multiples_without_patterns_and_patterns_without_leaves_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"patterns of lr_scale must be strings, got 0; write '0'"):
+        isokron.jax.soap(lr_scale={0: 2.0})
     with pytest.raises(TypeError, match=r"lr_scale must be a mapping of patterns .* got 2\.0"):
         isokron.jax.muon(lr_scale=2.0)
     optimizer = isokron.jax.soap(lr_scale={"heads.*": 2.0})

@@ -263,6 +263,10 @@ def test_match_adamw_beside_multiples_is_refused() -> None:
     for scale in (2.0, {"up.*": 2.0}):
         with pytest.raises(ValueError, match=r"must be False where lr_scale is given.*keep one"):
             isokron.param_groups(Layers(16), match_adamw=True, lr_scale=scale)
+    by_hand = {"params": [nn.Parameter(torch.zeros(4, 4))], "match_adamw": True, "lr_scale": 3.0}
+    for make in (isokron.SOAP, isokron.AdamW):
+        with pytest.raises(ValueError, match=r"match_adamw must be False where lr_scale is given"):
+            make([by_hand])
 
 
 def test_the_pages_state_the_multiples_of_match_adamw() -> None:
@@ -303,7 +307,7 @@ def test_tensors_and_groups_of_the_caller_are_left_as_they_are() -> None:
     wide, base = Layers(64), Layers(16)
     groups = isokron.param_groups(wide, base_shapes=base, lr_scale=scale)
     more = [("by hand", nn.Parameter(torch.ones(2, 2)))]
-    groups += [{"params": more, "match_adamw": True, "lr_scale": scale}]
+    groups += [{"params": more, "match_adamw": True}]
     keys = [set(group) for group in groups]
     for make in (isokron.SOAP, isokron.Muon, isokron.SOAP):
         optimizer = make(groups, weight_decay=decay)
@@ -313,7 +317,7 @@ def test_tensors_and_groups_of_the_caller_are_left_as_they_are() -> None:
         assert rates["up.weight"] == pytest.approx(2 / 2)
         assert decays["up.weight"] == pytest.approx(0.1 * 2)
         assert (rates["table.weight"], decays["table.weight"]) == (2.0, pytest.approx(0.1))
-        assert float(by_hand["lr_scale"]) == 2 * METHOD_MULTIPLE
+        assert by_hand["lr_scale"] == METHOD_MULTIPLE
     assert [set(group) for group in groups] == keys
     assert (float(decay), float(scale)) == (pytest.approx(0.1), 2.0)
 

@@ -1,10 +1,13 @@
 """The order of runs, given and tuned learning rates, and races that meet trouble."""
 
 import json
+from dataclasses import replace
 
 import pytest
+from torch import nn
 
 from isokron import race
+from isokron.race.page import sentences
 from isokron.race.race import Race, write_run
 from isokron.race.search import quarter
 
@@ -53,6 +56,16 @@ def test_by_default_all_are_tuned_and_the_best_gets_all_seeds(task):
     assert not result.searched
 
 
+def test_a_model_without_other_parameters_is_tuned_with_one_rate(task):
+    """All multiples of the rest would be the same run."""
+
+    for model in (lambda: nn.Linear(6, 3, bias=False), lambda: nn.LayerNorm(6)):
+        one = replace(task, model=model, loss=lambda m, b: m(b[0]).square().mean(1), sample=None)
+        result = race.run(one, ["sign"], steps=4, seeds=1)
+        assert {trial.setting.ratio for s in result.standings for trial in s.tried} == {1}
+        assert "rest" not in " ".join(sentences(result))
+
+
 def test_a_diverging_optimizer_is_shown_and_not_dropped(task):
     spec = "torch.optim:SGD"
     lrs = {"adamw": [0.01], spec: [0.01, 1e6]}
@@ -78,6 +91,12 @@ def test_a_failing_optimizer_is_reported_and_the_race_goes_on(task):
         ({"seeds": 0}, "seeds must be at least 1, got 0"),
         ({"lrs": [0.1, -1]}, "lr must be positive numbers, got -1"),
         ({"lrs": []}, "lr must be positive numbers, got none"),
+        ({"lrs": 0.1}, r"lr must be a list of learning rates, got 0\.1; write \[0\.001, 0\.003\]"),
+        ({"lrs": {"adamw": "0.1"}}, "lr must be a list of learning rates, got '0.1'"),
+        ({"lrs": ["0.1"]}, "lr must be positive numbers, got '0.1'"),
+        ({"lrs": [True]}, "lr must be positive numbers, got True"),
+        ({"lrs": [[0.1, 3]]}, r"lr must be positive numbers, got \[0\.1, 3\]"),
+        ({"lrs": [(0.1, 3, 3)]}, r"lr must be positive numbers, got \(0\.1, 3, 3\)"),
         ({"lrs": {"soap": [0.1]}}, "'soap', which is not in the race"),
         ({"lrs": [(0.1, 0)]}, "lr must be positive numbers, got 0"),
         (

@@ -69,7 +69,7 @@ def race(
     with race_folder(folder, prepared.settings, resume), work(advice):
         with Display() as progress:
             result = prepared.run(folder, progress)
-        if result.runs:
+        if result.runs or result.probes:
             show(result, folder)
         if not result.complete:
             raise KeyboardInterrupt

@@ -72,6 +72,10 @@ class TaskSource:
             raise ValueError("give --task, or --model and --data")
         if self.task is not None and (self.model is not None or self.data is not None):
             raise ValueError("give --task, or --model and --data, not both")
+        for option in fields(self) if self.task is not None else ():
+            pretrained = option.metadata.items() >= PRETRAINED.items()
+            if pretrained and getattr(self, option.name) != option.default:
+                raise ValueError(f"--{option.name} goes with --model, not --task; leave it out")
 
     def load_task(self, evaluation: float = 0) -> Task:
         """The task; evaluation: the fraction of the documents of --data to hold out."""

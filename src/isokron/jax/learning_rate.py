@@ -29,6 +29,9 @@ def scale_by_path(lr_scale: Mapping[str, float]) -> optax.GradientTransformation
             f"{{'*.bias': 4.0}}, got {lr_scale!r}"
         )
     for pattern, multiple in lr_scale.items():
+        if not isinstance(pattern, str):
+            wrong = f"got {pattern!r}; write {str(pattern)!r}"
+            raise TypeError(f"patterns of lr_scale must be strings, {wrong}")
         if not POSITIVE.holds(multiple):
             raise ValueError(f"lr_scale[{pattern!r}] must be {POSITIVE.text}, got {multiple!r}")
     multiples = {pattern: float(multiple) for pattern, multiple in lr_scale.items()}

@@ -68,6 +68,16 @@ def scale_by_width_(group: dict[str, Any], traits: "Traits") -> None:
         group["weight_decay"] = group["weight_decay"] / factor
 
 
+def check_multiples(who: str, settings: Mapping[str, Any]) -> None:
+    if settings.get("match_adamw") and "lr_scale" in settings:
+        method, rest = f"{METHOD_MULTIPLE:g}", f"{REST_MULTIPLE:g}"
+        raise ValueError(
+            f"{who}: match_adamw must be False where lr_scale is given, because it sets the "
+            f"multiples of lr itself, {method} for what the method steps and {rest} for "
+            "everything else; keep one of the two"
+        )
+
+
 def scale_from_adamw_(group: dict[str, Any], traits: "Traits") -> None:
     """Let a group of a method take AdamW's one learning rate."""
     if traits.takes is takes_none:

@@ -14,7 +14,12 @@ from torch.nn.parameter import UninitializedParameter
 
 from isokron.block_layout import is_matrix, split_sizes
 from isokron.names import unknown_keyword
-from isokron.optim.lr_transfer import METHOD_MULTIPLE, REST_MULTIPLE, read_base_shapes
+from isokron.optim.lr_transfer import (
+    METHOD_MULTIPLE,
+    REST_MULTIPLE,
+    check_multiples,
+    read_base_shapes,
+)
 from isokron.optim.param_kinds import find_kinds, find_parts, layer_weights
 from isokron.optim.settings import GROUP_KEYS, RULES, SHARED, param_name, require
 from isokron.optim.wrapped_models import named_parameters, unwrapped
@@ -84,13 +89,7 @@ def param_groups(
             f"param_groups: match_adamw must be True or False, got {match_adamw!r}; AdamW's "
             "learning rate goes to the optimizer, as its own does"
         )
-    if match_adamw and "lr_scale" in settings:
-        method_multiple, rest = f"{METHOD_MULTIPLE:g}", f"{REST_MULTIPLE:g}"
-        raise ValueError(
-            "param_groups: match_adamw must be False where lr_scale is given, because it sets the "
-            f"multiples of lr itself, {method_multiple} for what the method steps and {rest} for "
-            "everything else; keep one of the two"
-        )
+    check_multiples("param_groups", {"match_adamw": match_adamw, **settings})
     named = _trainable(model)
     model = unwrapped(model)
     kinds = find_kinds(model, _heads(model, named, head))

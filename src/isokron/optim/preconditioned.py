@@ -43,7 +43,7 @@ from isokron.optim.gradient_checks import (
 )
 from isokron.optim.group_checks import check_changes_, check_params, check_settings_
 from isokron.optim.layout import GroupLayout, Traits, build_layout, matrices_of
-from isokron.optim.lr_transfer import scale_by_width_, scale_from_adamw_
+from isokron.optim.lr_transfer import check_multiples, scale_by_width_, scale_from_adamw_
 from isokron.optim.moments import (
     beta3_ratio,
     counted,
@@ -484,6 +484,7 @@ class Preconditioned(torch.optim.Optimizer):
         check_spelling(
             optimizer, param_group, [*self.defaults, "name", "initial_lr", "match_adamw"]
         )
+        check_multiples(optimizer, param_group)
         # a copy: torch writes into it, and the caller may make another optimizer of the same groups
         super().add_param_group({**param_group, "format": format_of(type(self))})
         self._consolidated = None

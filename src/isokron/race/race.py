@@ -8,9 +8,10 @@ import os
 import platform
 import re
 import tempfile
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -18,8 +19,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+import isokron
 from isokron._version import __version__
 from isokron.files import check_free, check_same, lock, read_json, write_json
+from isokron.optim.settings import is_number
 from isokron.optimizers_by_name import YARDSTICK, Entrant, parse_spec, resolve
 from isokron.race import train
 from isokron.race.page import write_reports
@@ -101,6 +104,8 @@ class Race:
         self.shortest = shortest
         model = make_model(task, 0)
         check_options(model, self.entrants)
+        if not has_two_kinds(model):
+            self.entrants = {spec: replace(e, two_rates=False) for spec, e in self.entrants.items()}
         tensors = [*task.train.tensors, *task.held_out.tensors, *model.state_dict().values()]
         self.settings: dict[str, Any] = {
             "task": task.name,
@@ -134,7 +139,8 @@ class Race:
             for keys, why in self._rounds(done):
                 missing = [key for key in keys if key not in done]
                 if missing and why:
-                    progress(f"{len(missing)} more runs: {why}", 0, 0)
+                    more = f"{len(missing)} more run{'s' if len(missing) > 1 else ''}"
+                    progress(f"{more}: {why}", 0, 0)
                 first, total = total + 1, total + len(missing)
                 for number, key in enumerate(missing, start=first):
                     # added before it is written, so that Ctrl-C cannot separate the two
@@ -198,10 +204,13 @@ def _grids(lrs: Rates, entrants: Mapping[str, Entrant]) -> dict[str, list[Settin
         if spec not in (EVERY, *entrants):
             present = f"in the race are {', '.join(entrants)}"
             raise ValueError(f"lr is given for {spec!r}, which is not in the race; {present}")
-        numbers = [n for rate in rates for n in (rate if isinstance(rate, tuple) else (rate,))]
-        wrong = [number for number in numbers if not (number > 0 and math.isfinite(number))]
+        if isinstance(rates, str) or not isinstance(rates, Sequence):
+            remedy = "write [0.001, 0.003]"
+            raise ValueError(f"lr must be a list of learning rates, got {rates!r}; {remedy}")
+        parts = [r if isinstance(r, tuple) and len(r) == 2 else (r,) for r in rates]
+        wrong = [n for part in parts for n in part if not (is_number(n) and n > 0)]
         if wrong or not rates:
-            value = wrong[0] if wrong else "none"
+            value = repr(wrong[0]) if wrong else "none"
             raise ValueError(f"lr must be positive numbers, got {value}; write 1e-3,3e-3")
     grids = {}
     for spec, entrant in entrants.items():
@@ -228,6 +237,13 @@ def check_options(model: nn.Module, entrants: Mapping[str, Entrant]) -> None:
                     entrant.build(model, entrant.lr)
             except ValueError as error:
                 raise ValueError(f"optimizer {spec!r}: {error}") from None
+
+
+def has_two_kinds(model: nn.Module) -> bool:
+    """Whether there are hidden matrices and other parameters, so that two rates can differ."""
+    with warnings.catch_warnings(action="ignore"):  # check_options has warned
+        groups = isokron.param_groups(model, lr_scale={"matrices": 1.0, "*": 2.0})
+    return len({group["lr_scale"] for group in groups}) > 1
 
 
 def machine() -> str:
