@@ -106,6 +106,13 @@ def test_gradients_may_be_stored_in_half_precision(
         assert torch.linalg.vector_norm(found[name] - right) < off * torch.linalg.vector_norm(right)
 
 
+def test_inverses_of_gradients_in_fewer_bits_than_the_statistics() -> None:
+    plain, kept = fitted("kfac"), fitted("kfac", policy="all", store_dtype=torch.float16)
+    for name, right in plain.inverse(0.03).matvec(tangent()).items():
+        found = kept.inverse(0.03).matvec(tangent())[name]
+        assert torch.linalg.vector_norm(found - right) < 0.01 * torch.linalg.vector_norm(right)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_kept_gradients_are_saved_and_loaded_to_the_bit(method: str, tmp_path: Path) -> None:
     kept = fitted(method, torch.float32, policy="all", store_dtype=torch.bfloat16)

@@ -236,6 +236,8 @@ class Curvature(Mapping[str, Operator]):
         else:
             (left, left_basis), (right, right_basis) = map(_side_eigenvalues, operator.factors)
             values = left[:, :, None] * right[:, None, :]
+            if left_basis is not None and not is_thin(left_basis):
+                left_basis = left_basis.to(values)  # of columns in fewer bits than the statistics
             spectrum = Spectrum((left_basis, right_basis), values, (left, right))
         self._spectra[name] = spectrum
         return spectrum
