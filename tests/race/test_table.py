@@ -77,7 +77,7 @@ def test_memory_is_told_in_units_people_read(count, words):
 def test_a_tie_is_not_called_a_gain(make_run):
     tie = result_of(make_run("adamw"), make_run("muon"))
     assert [row[2] for row in table(tie)[1:]] == ["20 (1.00×)", "20 (1.00×)"]
-    assert "of its steps" not in sentences(tie)[0]
+    assert "of AdamW's steps" not in sentences(tie)[0]
 
 
 def test_a_busy_machine_is_told_and_a_quiet_one_is_not(make_run):
