@@ -30,8 +30,8 @@ def result_of(runs, settings=None, seeds=1, complete=True):
 @pytest.fixture(scope="module")
 def result(task):
     spec = "torch.optim:SGD"
-    lrs = {"adamw": [0.003, 0.01], "muon": [0.003, 0.01], spec: [0.01, 1e6], "toy:Raises": [0.01]}
-    return race.run(task, ["muon", spec, "toy:Raises"], steps=8, seeds=2, lrs=lrs)
+    lr = {"adamw": [0.003, 0.01], "muon": [0.003, 0.01], spec: [0.01, 1e6], "toy:Raises": [0.01]}
+    return race.run(task, ["muon", spec, "toy:Raises"], steps=8, seeds=2, lr=lr)
 
 
 def test_page_is_well_formed_and_needs_nothing_from_elsewhere(result):

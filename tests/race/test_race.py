@@ -14,8 +14,8 @@ from isokron.race.search import quarter
 
 def test_runs_are_interleaved_by_seed_then_position_then_optimizer(task):
     stages = []
-    lrs = {"adamw": [0.01, 0.02], "sign": [0.03, 0.04]}
-    race.run(task, ["sign"], steps=2, seeds=2, lrs=lrs, progress=lambda *call: stages.append(call))
+    lr = {"adamw": [0.01, 0.02], "sign": [0.03, 0.04]}
+    race.run(task, ["sign"], steps=2, seeds=2, lr=lr, progress=lambda *call: stages.append(call))
     jobs = [stage.split(", ")[1:] for stage, done, total, _ in stages if done == 1]
     once = [["adamw", "lr 0.01"], ["sign", "lr 0.03"], ["adamw", "lr 0.02"], ["sign", "lr 0.04"]]
     assert jobs == [[*job, f"seed {seed}"] for seed in (0, 1) for job in once]
@@ -28,8 +28,8 @@ def test_adamw_is_added_first(task):
 
 def test_given_learning_rates_are_all_that_is_tried_with_all_seeds(task):
     spec = "torch.optim:SGD"
-    lrs = {"adamw": [1e-3, (3e-3, 10)], spec: [0.1, (0.01, 3)]}
-    result = race.run(task, [spec], steps=4, seeds=2, lrs=lrs)
+    lr = {"adamw": [1e-3, (3e-3, 10)], spec: [0.1, (0.01, 3)]}
+    result = race.run(task, [spec], steps=4, seeds=2, lr=lr)
     tried = [[(str(t.setting), t.steps, t.seeds) for t in s.tried] for s in result.standings]
     assert sorted(tried[0]) == [("0.001", 4, 2), ("0.003, rest × 10", 4, 2)]
     assert sorted(tried[1]) == [("0.01, rest × 3", 4, 2), ("0.1", 4, 2)]
@@ -68,15 +68,15 @@ def test_a_model_without_other_parameters_is_tuned_with_one_rate(task):
 
 def test_a_diverging_optimizer_is_shown_and_not_dropped(task):
     spec = "torch.optim:SGD"
-    lrs = {"adamw": [0.01], spec: [0.01, 1e6]}
-    result = race.run(task, [spec], steps=8, seeds=1, lrs=lrs)
+    lr = {"adamw": [0.01], spec: [0.01, 1e6]}
+    result = race.run(task, [spec], steps=8, seeds=1, lr=lr)
     assert [run.status for run in result.runs_of(spec)] == ["finished", "diverged"]
     assert result.standings[1].diverged == 1
     assert result.standings[1].setting.lr == 0.01
 
 
 def test_a_failing_optimizer_is_reported_and_the_race_goes_on(task):
-    result = race.run(task, ["toy:Raises", "muon"], steps=5, seeds=2, lrs=[0.01])
+    result = race.run(task, ["toy:Raises", "muon"], steps=5, seeds=2, lr=0.01)
     adamw, raises, muon = result.standings
     assert raises.failure == "RuntimeError: no <more> steps"
     assert raises.setting is None
@@ -89,18 +89,17 @@ def test_a_failing_optimizer_is_reported_and_the_race_goes_on(task):
     [
         ({"steps": 0}, "steps must be at least 1, got 0"),
         ({"seeds": 0}, "seeds must be at least 1, got 0"),
-        ({"lrs": [0.1, -1]}, "lr must be positive numbers, got -1"),
-        ({"lrs": []}, "lr must be positive numbers, got none"),
-        ({"lrs": 0.1}, r"lr must be a list of learning rates, got 0\.1; write \[0\.001, 0\.003\]"),
-        ({"lrs": {"adamw": "0.1"}}, "lr must be a list of learning rates, got '0.1'"),
-        ({"lrs": ["0.1"]}, "lr must be positive numbers, got '0.1'"),
-        ({"lrs": [True]}, "lr must be positive numbers, got True"),
-        ({"lrs": [[0.1, 3]]}, r"lr must be positive numbers, got \[0\.1, 3\]"),
-        ({"lrs": [(0.1, 3, 3)]}, r"lr must be positive numbers, got \(0\.1, 3, 3\)"),
-        ({"lrs": {"soap": [0.1]}}, "'soap', which is not in the race"),
-        ({"lrs": [(0.1, 0)]}, "lr must be positive numbers, got 0"),
+        ({"lr": [0.1, -1]}, "lr must be positive numbers, got -1"),
+        ({"lr": []}, "lr must be positive numbers, got none"),
+        ({"lr": {"adamw": "0.1"}}, "lr must be a list of learning rates, got '0.1'"),
+        ({"lr": ["0.1"]}, "lr must be positive numbers, got '0.1'"),
+        ({"lr": [True]}, "lr must be positive numbers, got True"),
+        ({"lr": [[0.1, 3]]}, r"lr must be positive numbers, got \[0\.1, 3\]"),
+        ({"lr": [(0.1, 3, 3)]}, r"lr must be positive numbers, got \(0\.1, 3, 3\)"),
+        ({"lr": {"soap": [0.1]}}, "'soap', which is not in the race"),
+        ({"lr": [(0.1, 0)]}, "lr must be positive numbers, got 0"),
         (
-            {"optimizers": ["natural"], "lrs": [(0.1, 3)]},
+            {"optimizers": ["natural"], "lr": [(0.1, 3)]},
             "lr gives 'natural' two learning rates, .* it takes the model",
         ),
         (
@@ -128,7 +127,7 @@ def test_an_interrupted_race_carries_what_was_finished(task, tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        race.run(task, ["muon"], steps=5, seeds=1, lrs=[0.01], out=tmp_path, progress=impatient)
+        race.run(task, ["muon"], steps=5, seeds=1, lr=[0.01], out=tmp_path, progress=impatient)
     saved = json.loads((tmp_path / "race.json").read_text())
     assert [run["optimizer"] for run in saved["runs"]] == ["adamw"]
     assert not saved["complete"]
@@ -142,7 +141,7 @@ def test_an_interruption_right_after_a_run_was_written_still_shows_it(task, tmp_
 
     monkeypatch.setattr("isokron.race.race.write_run", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        race.run(task, ["muon"], steps=5, seeds=1, lrs=[0.01], out=tmp_path)
+        race.run(task, ["muon"], steps=5, seeds=1, lr=[0.01], out=tmp_path)
     saved = json.loads((tmp_path / "race.json").read_text())
     assert [run["optimizer"] for run in saved["runs"]] == ["adamw"]
 
@@ -154,7 +153,7 @@ def test_progress_counts_runs_and_steps_and_ends_every_run_with_its_outcome(task
         ["torch.optim:SGD"],
         steps=3,
         seeds=1,
-        lrs={"adamw": [0.1], "torch.optim:SGD": [1e6]},
+        lr={"adamw": [0.1], "torch.optim:SGD": [1e6]},
         progress=lambda *call: calls.append(call),
     )
     assert [call[:3] for call in calls[:3]] == [

@@ -13,7 +13,7 @@ from isokron.race.race import race_folder, read_runs, slug, write_run
 
 
 def small(task, out, **changes):
-    values = {"steps": 4, "seeds": 1, "lrs": [0.003, 0.01], "out": out} | changes
+    values = {"steps": 4, "seeds": 1, "lr": [0.003, 0.01], "out": out} | changes
     return race.run(task, values.pop("optimizers", ["muon"]), **values)
 
 
@@ -109,7 +109,7 @@ def test_different_specs_never_share_a_file_name():
 
 def test_diverged_runs_stand_in_json(task, tmp_path):
     spec = "torch.optim:SGD"
-    small(task, tmp_path, optimizers=[spec], steps=8, lrs={"adamw": [0.01], spec: [1e6]})
+    small(task, tmp_path, optimizers=[spec], steps=8, lr={"adamw": [0.01], spec: [1e6]})
     found = json.loads((tmp_path / "race.json").read_text(), parse_constant=pytest.fail)
     assert found["runs"][1]["status"] == "diverged"
     assert found["standings"][1]["final"] is None

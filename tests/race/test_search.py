@@ -228,8 +228,8 @@ def test_the_plot_has_the_best_loss_at_each_rate_on_the_seed_of_the_search(whole
 def test_an_external_optimizer_gets_two_rates_on_a_real_model():
     options = "(weight_decay=0.0,betas=(0.9,0.99))"
     specs = [f"adamw{options}", f"torch.optim:AdamW{options}"]
-    lrs = {"adamw": [0.005], "*": [0.005, (0.005, 10)]}
-    result = race.run("speeches-tiny", specs, steps=2, seeds=1, lrs=lrs)
+    lr = {"adamw": [0.005], "*": [0.005, (0.005, 10)]}
+    result = race.run("speeches-tiny", specs, steps=2, seeds=1, lr=lr)
     _, ours, theirs = result.standings
     losses = [
         [run.train_losses for run in sorted(result.runs_of(s.optimizer), key=lambda run: run.ratio)]

@@ -40,7 +40,7 @@ def made_up(monkeypatch, make_run):
 
 
 def shortest_of(task, steps=100, seeds=1, **more):
-    return race.run(task, [QUICK], steps=steps, seeds=seeds, lrs=[0.1], shortest=True, **more)
+    return race.run(task, [QUICK], steps=steps, seeds=seeds, lr=[0.1], shortest=True, **more)
 
 
 @pytest.mark.parametrize("needed", range(1, 21))
@@ -91,14 +91,14 @@ def test_what_never_reaches_adamws_loss_is_not_looked_for(task, made_up):
 
 def test_adamw_alone_has_nothing_to_look_for(task, made_up):
     trained = made_up(1)
-    result = race.run(task, ["adamw"], steps=100, seeds=1, lrs=[0.1], shortest=True)
+    result = race.run(task, ["adamw"], steps=100, seeds=1, lr=[0.1], shortest=True)
     assert trained == [("adamw", 0, 100)]
     assert table(result)[1][2:4] == ["100 steps", "1.20 s"]
 
 
 def test_without_the_option_nothing_is_looked_for(task, made_up):
     trained = made_up(1)
-    result = race.run(task, [QUICK], steps=100, seeds=1, lrs=[0.1])
+    result = race.run(task, [QUICK], steps=100, seeds=1, lr=[0.1])
     assert len(trained) == 2
     assert result.standings[1].shortest is None
     assert len(table(result)[1]) == 9
@@ -115,7 +115,7 @@ def test_all_seeds_are_trained_and_one_that_diverges_is_a_miss(task, made_up):
 def test_optimizers_take_turns_in_their_searches(task, made_up):
     trained = made_up(30)
     other = "torch.optim:Adam"
-    race.run(task, [QUICK, other], steps=100, seeds=2, lrs=[0.1], shortest=True)
+    race.run(task, [QUICK, other], steps=100, seeds=2, lr=[0.1], shortest=True)
     names = [name for name, _, steps in trained if steps < 100]
     assert names == [QUICK, other] * (len(names) // 2)
 
@@ -136,7 +136,7 @@ def test_results_are_told_in_table_page_and_json(task, made_up, tmp_path):
 
 def real(task, out, **more):
     """Muon against an adamw that hardly moves."""
-    values = {"steps": 12, "seeds": 2, "lrs": {"adamw": [1e-3], "muon": [0.1]}, "out": out}
+    values = {"steps": 12, "seeds": 2, "lr": {"adamw": [1e-3], "muon": [0.1]}, "out": out}
     return race.run(task, ["muon"], **(values | {"shortest": True} | more))
 
 

@@ -20,21 +20,24 @@ STEPS = (
 LR = "Learning rate for --steps. Default: where a race begins its search."
 OPTIMIZER = "Optimizer for --steps, as in a race; the page shows its statistics."
 WEIGHTS = "Safetensors file with all of the model's weights."
-LAYERS = "Patterns of layer names, such as 'blocks.*'. May be repeated. Default: all layers."
+LAYERS = (
+    "Patterns of layer names, such as 'blocks.*', comma-separated or repeated; !pattern excludes. "
+    "Default: all layers."
+)
 DAMPING = "Damping of the condition numbers, as a multiple of each layer's mean eigenvalue."
 OUT = "Folder for the page; an earlier inspection in it is replaced."
 
 
 def inspect(
     curvature: CurvatureOptions,
-    task: Annotated[str, typer.Option(help=TASK)] = "digits",
+    task: Annotated[str, typer.Option(help=TASK, metavar="TASK")] = "digits",
     steps: Annotated[int | None, typer.Option(help=STEPS)] = None,
-    optimizer: Annotated[str, typer.Option(help=OPTIMIZER)] = "adamw",
+    optimizer: Annotated[str, typer.Option(help=OPTIMIZER, metavar="NAME")] = "adamw",
     lr: Annotated[float | None, typer.Option(help=LR)] = None,
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
-    weights: Annotated[Path | None, typer.Option(help=WEIGHTS)] = None,
+    weights: Annotated[Path | None, typer.Option(help=WEIGHTS, metavar="FILE")] = None,
     examples: Annotated[int, typer.Option(help="Training examples to fit on.")] = 512,
-    layers: Annotated[list[str] | None, typer.Option(help=LAYERS)] = None,
+    layers: Annotated[list[str] | None, typer.Option(help=LAYERS, metavar="PATTERN")] = None,
     damping: Annotated[float, typer.Option(help=DAMPING)] = 0.1,
     out: Annotated[Path, typer.Option(help=OUT)] = Path("isokron-inspect"),
 ) -> None:

@@ -37,7 +37,7 @@ NEW_FOLDER = "give a new folder"
 
 # (0.005, 10): 0.005 for hidden matrices, 10 times that for everything else
 Rate: TypeAlias = float | tuple[float, float]
-Rates: TypeAlias = Sequence[Rate] | Mapping[str, Sequence[Rate]] | None
+Rates: TypeAlias = float | Sequence[Rate] | Mapping[str, float | Sequence[Rate]] | None
 
 
 def run(
@@ -46,7 +46,7 @@ def run(
     *,
     steps: int = 300,
     seeds: int = 2,
-    lrs: Rates = None,
+    lr: Rates = None,
     shortest: bool = False,
     out: str | Path | None = None,
     resume: bool = False,
@@ -58,16 +58,16 @@ def run(
         task: a Task, or its name as for `isokron race --task`.
         optimizers: built-in names, or `module:name`, with options in parentheses.
         steps: training steps per run.
-        seeds: runs of the best setting of each optimizer or, where `lrs` are given, of each rate.
-        lrs: learning rates for all, or optimizer → learning rates ("*" for the others); (0.005, 10)
-            is 0.005 for hidden matrices and 10 times that for everything else. By default all are
-            tuned in the same way; see docs/race.md.
+        seeds: runs of the best setting of each optimizer or, where `lr` is given, of each rate.
+        lr: a learning rate or several for all, or optimizer → learning rates ("*" for the others);
+            [(0.005, 10)] is 0.005 for hidden matrices and 10 times that for everything else. By
+            default all are tuned in the same way; see docs/race.md.
         shortest: also find the shortest schedule with which each optimizer reaches AdamW's loss.
         out: folder for the files and the page; None writes none.
         resume: continue the race in `out`.
         progress: called with (stage, steps done, steps in total, note).
     """
-    race = Race(task, optimizers, steps, seeds, lrs, shortest)
+    race = Race(task, optimizers, steps, seeds, lr, shortest)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(out or temporary)
         with race_folder(folder, race.settings, resume):
@@ -89,7 +89,7 @@ class Race:
         optimizers: Iterable[str],
         steps: int,
         seeds: int,
-        lrs: Rates = None,
+        lr: Rates = None,
         shortest: bool = False,
     ) -> None:
         for name, value in (("steps", steps), ("seeds", seeds)):
@@ -98,7 +98,7 @@ class Race:
         specs = list(dict.fromkeys([YARDSTICK, *optimizers]))
         self.entrants = {spec: resolve(spec) for spec in specs}
         # settings that the user gave; all other optimizers are tuned
-        self.grids = _grids(lrs, self.entrants)
+        self.grids = _grids(lr, self.entrants)
         self.task = task = task if isinstance(task, Task) else load(task)
         # not among the settings: a race may be resumed with or without this search
         self.shortest = shortest
@@ -197,9 +197,10 @@ class Race:
             yield keys, "looking for the shortest schedule"
 
 
-def _grids(lrs: Rates, entrants: Mapping[str, Entrant]) -> dict[str, list[Setting]]:
+def _grids(lr: Rates, entrants: Mapping[str, Entrant]) -> dict[str, list[Setting]]:
     """Optimizer → the settings that the user gave, in ascending order; [] for none."""
-    named = {} if lrs is None else dict(lrs) if isinstance(lrs, Mapping) else {EVERY: lrs}
+    values = {} if lr is None else lr if isinstance(lr, Mapping) else {EVERY: lr}
+    named = {spec: (v,) if isinstance(v, (int, float)) else v for spec, v in values.items()}
     for spec, rates in named.items():
         if spec not in (EVERY, *entrants):
             present = f"in the race are {', '.join(entrants)}"
@@ -216,7 +217,7 @@ def _grids(lrs: Rates, entrants: Mapping[str, Entrant]) -> dict[str, list[Settin
     for spec, entrant in entrants.items():
         rates = named.get(spec, named.get(EVERY, ()))
         pairs = {rate if isinstance(rate, tuple) else (rate, 1) for rate in rates}
-        grids[spec] = [Setting(spec, lr, ratio) for lr, ratio in sorted(pairs)]
+        grids[spec] = [Setting(spec, *pair) for pair in sorted(pairs)]
         if not entrant.two_rates and any(ratio != 1 for _, ratio in pairs):
             problem = "has one learning rate: it takes the model, or has lr_scale or match_adamw"
             raise ValueError(f"lr gives {spec!r} two learning rates, but it {problem}; give one")
