@@ -1,5 +1,6 @@
 """`--help` of every command: examples that work, in plain characters, within the terminal."""
 
+import inspect
 import re
 import shlex
 from pathlib import Path
@@ -7,7 +8,11 @@ from pathlib import Path
 import pytest
 import typer
 
+from isokron import Attributor, race
+from isokron.attribution.evaluate import evaluate
 from isokron.cli.app import COMMANDS, app
+from isokron.inspect import Setup
+from isokron.tasks.huggingface import classifier, language_model
 
 NAMES = [command.__name__ for commands in COMMANDS.values() for command in commands]
 # examples of these run for seconds; those of the others take a model from a hub, or minutes
@@ -57,6 +62,25 @@ def test_options_are_explained_by_options_of_the_same_command() -> None:
             # of another command that is named, such as `attribute`, options may be named too
             own = re.sub(r"`\w+` [^.]*", "", param.help or "")
             assert set(re.findall(r"--[a-z][a-z-]*", own)) <= there, (name, param.name)
+
+
+def test_options_have_the_names_of_pythons_arguments() -> None:
+    model = (language_model, classifier)
+    score = (Attributor, Attributor.fit, Attributor.build, Attributor.score, *model)
+    # command → Python, and options that Python has no argument for
+    python = {
+        "race": ((race.run, *model), "kind"),
+        "attribute": (score, "kind weights steps lr query prompt completion"),
+        "inspect": ((Setup,), "out"),
+        "evaluate": ((evaluate,), "run"),
+    }
+    # `attribute` has several of these
+    others = {"fit_examples": "examples", "store_dtype": "dtype", "curvature": "optimizer"}
+    group = typer.main.get_command(app)
+    for name, (functions, own) in python.items():
+        names = {argument for f in functions for argument in inspect.signature(f).parameters}
+        options = {others.get(p.name, p.name) for p in group.commands[name].params}
+        assert options - names == set(own.split()), name
 
 
 def test_examples_run_as_printed(called, tmp_path: Path) -> None:
