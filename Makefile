@@ -13,6 +13,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 demo: $(DEMO)
 	$(BIN)/isokron demo
+	@echo "  after: source $(BIN)/activate; for models of Hugging Face also: pip install '.[hf]'"
 
 test: $(READY)
 	$(BIN)/ruff format --check .

@@ -144,7 +144,8 @@ heavyball
     isokron.Muon(isokron.param_groups(model)) <- MuonAdamW MuonWithAuxAdam SingleDeviceMuon
 param_groups
     write isokron.param_groups(model, base_shapes=narrow) <- base_shapes
-    write isokron.param_groups(model, match_adamw=True) <- match_adamw
+    write isokron.param_groups(model, match_adamw=True), or in JAX lr_scale={"*.kernel": 2, "*": 4}
+        <- match_adamw
 """)
 # Their names are everyday words, which only attribution takes for theirs.
 ATTRIBUTION = tables("""
