@@ -24,7 +24,7 @@ def made_up(monkeypatch, make_run):
     def install(needed, diverging=()):
         trained = []
 
-        def train(task, entrant, setting, seed, steps, on_step):
+        def train(task, entrant, setting, seed, steps, on_step, **more):
             trained.append((entrant.spec, seed, steps))
             on_step(steps, 1.0)
             final = GOAL if entrant.spec == "adamw" else needed / steps
@@ -153,6 +153,7 @@ def test_a_probe_is_a_run_on_a_schedule_of_its_own_length(task):
     for run in result.probes:
         alone = training.train(task, resolve("muon"), 0.1, run.seed, run.steps)
         assert run.eval_steps[-1] == len(run.train_losses) == run.steps
+        assert len(run.eval_steps) == 1 + min(run.steps, 4)
         assert run.train_losses == alone.train_losses
     at_end = [run.final for run in result.probes if run.steps == found.steps]
     assert math.fsum(at_end) / 2 <= result.standings[0].final
@@ -202,7 +203,7 @@ def test_a_race_run_without_it_can_be_resumed_with_it_and_back(task, tmp_path):
 def test_a_probe_that_fails_is_a_miss_and_is_tried_again(task, tmp_path, monkeypatch, seeds):
     whole = training.train
 
-    def fails_when_short(task, entrant, setting, seed, steps, on_step):
+    def fails_when_short(task, entrant, setting, seed, steps, on_step, **more):
         broken = resolve("toy:Raises") if steps == 6 else entrant
         run = whole(task, broken, setting, seed, steps, on_step)
         run.optimizer = entrant.spec

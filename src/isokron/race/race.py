@@ -155,13 +155,24 @@ class Race:
 
     def _train(self, key: Key, number: str, progress: Progress) -> Run:
         setting, steps, seed = key
-        length = "" if steps == self.settings["steps"] else f", {steps} steps"
+        is_probe = steps != self.settings["steps"]
+        length = f", {steps} steps" if is_probe else ""
         stage = f"{number}, {setting.name}, lr {setting}, seed {seed}{length}"
 
         def on_step(step: int, loss: float) -> None:
             progress(stage, step, steps, f"training loss {loss:.4g}")
 
-        run = train.train(self.task, self.entrants[setting.name], setting, seed, steps, on_step)
+        # of shorter runs only the final loss counts, and an evaluation may take ten steps' time
+        evaluations = train.FEW_EVALUATIONS if is_probe else train.EVALUATIONS
+        run = train.train(
+            self.task,
+            self.entrants[setting.name],
+            setting,
+            seed,
+            steps,
+            on_step,
+            evaluations=evaluations,
+        )
         count = len(run.train_losses)
         final = f"final loss {run.final:.4f}" if run.status == "finished" else run.status
         progress(stage, count, count, final)

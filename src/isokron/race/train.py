@@ -19,7 +19,7 @@ from isokron.race.search import Setting
 from isokron.tasks import Task
 from isokron.training import batch_order, digest, evaluation_loss, warmup_cosine
 
-EVALUATIONS = 25
+EVALUATIONS, FEW_EVALUATIONS = 25, 5  # of runs with all steps, and of shorter ones
 FAR_ABOVE = 10.0  # a rise by this multiple of the initial evaluation loss is divergence
 UNTIMED = 3  # first steps, which include allocation and warm-up
 
