@@ -94,7 +94,7 @@ K-FAC
     fisher: "exact" for True <- kfac_true_fisher_head
     every: of NaturalGradient <- update_freq
     max_condition: of NaturalGradient <- max_condition_number
-    damping: (λ_G, λ_A), G the output side <- damping_A damping_G
+    damping: of NaturalGradient (λ_G, λ_A), G the output side <- damping_A damping_G
     give it to optimizer.distribute(reduce=…) <- kfac_distributed_reduce
     leave it out; a factorization that fails adds 1e-8 to 1e-3 of the mean diagonal <- kfac_eps
     isokron.NaturalGradient, or isokron.curvature.fit <- KFACNaturalGradient KFAC EKFAC

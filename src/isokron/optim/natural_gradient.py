@@ -179,7 +179,8 @@ class NaturalGradient(torch.optim.Optimizer):
         Gradients are averaged by DDP or by you. `timeout`: seconds that a process waits for others.
         `reduce`: how output sides travel, None: as they are kept. "covariance": sums of g̃g̃ᵀ are
         added up; "gather": all ranks have all g̃; "gram": so too, and each multiplies its share of
-        the outputs for UᵀU; these give the same steps. "none": nothing is shared, to compare.
+        the outputs for UᵀU; up to t_max/2 gradients a step they give the same steps. "none":
+        nothing is shared, to compare.
         """
         if reduce not in REDUCTIONS:
             names = ", ".join(map(repr, REDUCTIONS))
