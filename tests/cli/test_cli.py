@@ -222,7 +222,7 @@ def test_shortest_schedules_are_shown_and_may_be_asked_for_later(called, tmp_pat
     done = called(*arguments, "--resume", "--shortest")
     assert done.returncode == 0, done.stderr
     assert re.search(r"│ +\d+ steps \(0\.\d\d×\) │ +\d+\.\d\d s \(\d\.\d\d×\) │", done.stdout)
-    assert "more runs: looking for the shortest schedule" in done.stderr
+    assert "looking for the shortest schedule" in done.stderr
     after = finished_runs(tmp_path)
     assert {path: after[path] for path in before} == before
     assert len(after) > len(before)
