@@ -1,6 +1,7 @@
 """Races on pretrained models and files of texts, from the command line."""
 
 import json
+import shutil
 import sys
 
 import pytest
@@ -39,6 +40,18 @@ def test_a_tenth_of_the_documents_is_held_out(race, tmp_path, kind, more):
     assert found["settings"]["training examples"] == 18
     assert found["settings"]["evaluation examples"] == 2
     assert [run["optimizer"] for run in found["runs"]].count("muon") == 2
+
+
+def test_results_are_in_a_folder_of_the_models_name(folder, tmp_path, monkeypatch):
+    mine = shutil.copytree(folder("gpt2"), tmp_path / "mine")
+    (mine / "train.jsonl").write_text('{"text": "The cat sat on the mat."}\n' * 20)
+    monkeypatch.chdir(mine)
+    options = ["--model", ".", "--data", "train.jsonl", "--lr", "0.001", "--steps", "1"]
+    monkeypatch.setattr(sys, "argv", ["isokron", "race", *options, "--seeds", "1"])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 0
+    assert (mine / "runs" / "race-mine" / "race.json").exists()
 
 
 def test_a_model_without_data_is_refused(race, tmp_path):

@@ -27,7 +27,7 @@ The answers: {}
 
 Next, on your own model and data:
   isokron plan --model FOLDER --ranks 1
-  isokron race --task file.py:function --optimizers adamw,soap,muon
+  isokron race --task file.py:function --optimizers adamw,shampoo
   isokron attribute runs/mine --model FOLDER --data train.jsonl --prompt 'Who was'"""
 
 

@@ -63,7 +63,9 @@ def race(
     source.check()
     task = source.task or source.load_task(HELD_OUT)
     prepared = Race(task, split_specs(optimizers), steps, seeds, rates, shortest)
-    folder = out or Path("runs") / f"race-{slug(source.task or Path(str(source.model)).name)}"
+    folder = (
+        out or Path("runs") / f"race-{slug(source.task or Path(str(source.model)).resolve().name)}"
+    )
     advice = "continue with the same command and --resume"
     # opened outside of `work`, since an unusable folder is a wrong call
     with race_folder(folder, prepared.settings, resume), work(advice):
